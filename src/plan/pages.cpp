@@ -103,6 +103,7 @@ std::string step_bars(const Plan& plan) {
 std::string timeline_svg(const std::vector<Span>& spans, double step) {
   Lanes lanes = stage_lanes({}, {}, step);
   lanes.title = "Timeline of a step";
+  lanes.unit = "time";
   lanes.time_text = seconds_text;
   lanes.colour = colour_of;
   lanes.legend.back().second = "waiting (bubble)";

@@ -522,7 +522,7 @@ std::string svg(const Lanes& lanes) {
     for (double tick = 0; tick <= end * (1 + 1e-6); tick += axis.tick) {
       const double x = kNames + at(tick);
       text += fmt::format("<path class=\"grid\" d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/>", x, top, y + 4);
-      body += svg_text("tick", x, y + 17, tick > 0.98 * end ? "end" : "middle", tick_label(tick, axis));
+      body += svg_text("tick", x, y + 17, tick > 0.98 * end ? "end" : "middle", lanes.time_text(tick));
     }
   }
   body += svg_text("label", kNames + kWide, y + 34, "end", escape_html(lanes.unit));

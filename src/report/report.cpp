@@ -45,7 +45,7 @@ h2{font-size:17px;margin:40px 0 10px;letter-spacing:-.005em;overflow-wrap:anywhe
 .verdict+.verdict{margin-top:8px}
 .good{color:var(--good);background:var(--good-back)}.bad{color:var(--bad);background:var(--bad-back)}
 .facts{display:flex;flex-wrap:wrap;gap:10px;margin:22px 0 0;padding:0}
-.facts div{flex:1 1 150px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:11px 14px;min-width:0}
+.facts div{flex:1 1 auto;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:11px 14px;min-width:150px;max-width:100%}
 dt,dd{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 dt{color:var(--soft);font-size:12.5px}
 dd{margin:2px 0 0;font-size:18px;font-weight:600;font-variant-numeric:tabular-nums}

@@ -61,7 +61,7 @@ struct Lanes {
   std::vector<Span> spans;
   double end = 0;                      // of the axis, at least
   std::string unit;                    // of the axis
-  std::string (*time_text)(double);    // of a time
+  std::string (*time_text)(double);    // of a time, on the axis and under the pointer
   const char* (*colour)(const Span&);  // "c0" to "c7"
   // Colours and their meaning, shown if a span has them; "lane": where a row has no span.
   std::vector<std::pair<std::string, std::string>> legend;

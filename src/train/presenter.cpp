@@ -380,20 +380,24 @@ struct Presenter::Impl {
       report.table(std::move(table));
     }
     if (memory) show_memory(report);
+    const std::string tokens_of_all =
+        task.tokens == task.documents
+            ? std::string()
+            : fmt::format("; {} {}", human_count(static_cast<double>(task.num_tokens)), task.tokens);
     ReportTable about{
         .title = "Layout and data",
         .summary = "",
         .columns = {"what", "value"},
-        .rows = {{"layout", layout()},
+        .rows = {{"metrics", json_log_of(config).string()},
+                 {"for TensorBoard", (directory / "tensorboard").string()},
                  {"device", facts.device},
                  {"backend", backend_of(config, facts.ranks)},
                  {"type of parameters", config.train.dtype},
                  {"global batch", task.batch},
                  {"micro-batch", task.micro_batch},
-                 {task.documents, fmt::format("{} for training, {} for validation", task.train_documents,
-                                              task.validation_documents)},
+                 {task.documents, fmt::format("{} for training, {} for validation{}", task.train_documents,
+                                              task.validation_documents, tokens_of_all)},
                  {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
-                 {task.tokens + " in the data", human_count(static_cast<double>(task.num_tokens))},
                  {"skipped steps", std::to_string(outcome.skipped)},
                  {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}};
     if (facts.baseline.value > 0)
