@@ -511,8 +511,8 @@ def test_the_quick_start_is_pasted_and_catches_its_mistake(warm, tmp_path):
 
 
 def corrected(script, cure):
-    """The script with the cure's lines: what stands between its comments `# in place of: LINE`."""
-    for line, instead in re.findall(r"# in place of: (.*)\n((?:(?!# in place of).*\n)*)", cure):
+    """The script with the cure's lines: what stands between its comments `# in place of: LINE`, or `// in place of: LINE`."""
+    for line, instead in re.findall(r"(?:#|//) in place of: (.*)\n((?:(?!(?:#|//) in place of).*\n)*)", cure):
         at, = [found for found in script.splitlines() if found.strip() == line]
         indent = at[:len(at) - len(at.lstrip())]
         script = script.replace(at + "\n", "".join(indent + new + "\n" for new in instead.rstrip("\n").split("\n")))
