@@ -669,6 +669,11 @@ TARGETS = {
     "ignored": "targets that `loss` ignores carry loss: prompts or padding",
     "first": "the first target of each sample is left out", "last": "the last target of each sample is left out",
     "first of all": "the first target of each micro-batch is left out", "last of all": "the last target of each micro-batch is left out"}
+SHIFT = {"change": "let each token predict the one after it, and shift labels nowhere else: `F.cross_entropy(model(tokens[:-1]), tokens[1:], "
+         "reduction=\"none\")` of each document, or of rows `logits[:, :-1]` with `labels[:, 1:]`; and count these targets alone"}
+IGNORE = {"change": "leave out what `loss` leaves out, of prompts and padding: `labels.masked_fill(ignored, -100)`; and count the other targets "
+          "alone"}
+TO_CHANGE = {**dict.fromkeys(("next", "own", "all own", "later own"), SHIFT), "ignored": IGNORE}
 
 
 def _with_targets(trials: Trials, which: str) -> Reference:
@@ -696,7 +701,7 @@ def _try_target(trials: Trials, which: str) -> None:
         count = step.targets if trials.terms[0].mean == "token" else None
         other = count is not None and abs(1 - times) > 1e-3
         return {"id": "other_targets", "sentence": TARGETS[which] + (
-            f"; their {count} losses are divided by {(count or 0) / times:.6g}" if other else "")}
+            f"; their {count} losses are divided by {(count or 0) / times:.6g}" if other else ""), **TO_CHANGE.get(which, {})}
 
     trials.line(trials.others, step.gradients, say)
 
@@ -775,8 +780,12 @@ def _placed(trials: Trials, places: Sequence[Sequence[Sequence[Any]]], loss: Los
 
 
 NONE = torch.empty(0, dtype=torch.long)
-PACK = ("let each document see itself alone, at positions that begin at 0: "
-        "`sees = (document[:, None] == document) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()`")
+ALONE = ("let each document see itself alone: "
+         "`sees = (document[:, None] == document) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()`")
+FROM_0 = "let positions begin at 0 in each document: `positions = torch.cat([torch.arange(len(document)) for document in pack])`"
+REAL = ("give the model the mask of what is no padding: `model(tokens, attention_mask=real)`; where it is of pairs of "
+        "tokens: `sees = sees & real[:, None] | torch.eye(length, dtype=torch.bool)`")
+FROM_FIRST = "let positions begin at each row's first token: `positions = (real.cumsum(-1) - 1).clamp(min=0)`"
 
 
 def try_packs(trials: Trials) -> None:
@@ -808,7 +817,8 @@ def try_packs(trials: Trials) -> None:
     for sees, runs_on, what in ((True, False, "see those before them in the pack"), (False, True, "have positions that run on through the pack"),
                                 (True, True, "see those before them in the pack, and have positions that run on through it")):
         trials.trying(functools.partial(_try_places, places=placed(sees, runs_on), finding={
-            "id": "documents_leak", "sentence": f"documents of a micro-batch {what}", "change": PACK}))
+            "id": "documents_leak", "sentence": f"documents of a micro-batch {what}",
+            "change": "; ".join([ALONE] * sees + [FROM_0] * runs_on)}))
 
 
 def try_padding(trials: Trials) -> None:
@@ -825,7 +835,8 @@ def try_padding(trials: Trials) -> None:
                 for micros in zip(trials.seen, missing)]
         for left, runs_on in ((True, False), (True, True), (False, True)):
             trials.trying(functools.partial(_try_places, finding={
-                "id": "padding_seen", "sentence": f"tokens see the padding, {filling}, that stands {'before' if left else 'after'} them"},
+                "id": "padding_seen", "sentence": f"tokens see the padding, {filling}, that stands {'before' if left else 'after'} them",
+                "change": "; ".join([REAL, *[FROM_FIRST] * (left and runs_on)])},
                 places=[[[(tokens, *((more, NONE) if left else (NONE, more)), None if runs_on else
                            torch.cat([0 * more, torch.arange(tokens.shape[-1])])) for tokens, more in some] for some in micros] for micros in each]))
         trials.trying(functools.partial(_try_first_tokens, places=each))
@@ -848,7 +859,7 @@ def _try_first_tokens(trials: Trials, places: Sequence[Sequence[Sequence[Any]]])
 
     trials.line(trials.others, _placed(trials, places, loss).gradients, lambda times: {
         "id": "other_targets", "sentence": f"{TARGETS['ignored']}, and the first token of rows that are filled up before it, which "
-        f"padding has to predict{'' if math.isclose(times, 1, rel_tol=1e-3) else f'; times {times:.4g}'}"} if times > 0 else None)
+        f"padding has to predict{'' if math.isclose(times, 1, rel_tol=1e-3) else f'; times {times:.4g}'}", **IGNORE} if times > 0 else None)
 
 
 # Random numbers of the run.

@@ -148,8 +148,8 @@ def a_pack(sees_all, runs_on):
     return step
 
 
-def padding(left):
-    """Rows of one length, filled up with 0, in which a mask covers what is filled up, or does not."""
+def padding(left, runs_on=False):
+    """Rows of one length, filled up with 0, in which a mask covers what is filled up, or does not. runs_on: positions count it then too."""
     def step(rank, wrong):
         def rows(model, samples):
             longest, found = max(map(len, samples)), []
@@ -161,7 +161,8 @@ def padding(left):
                 real = (torch.arange(longest) >= first) & (torch.arange(longest) < first + len(tokens))
                 if not wrong:
                     sees = torch.maximum(sees * real, torch.eye(longest))
-                logits = model(row, sees, (torch.arange(longest) - first).clamp(min=0))[real]
+                places = torch.arange(longest) - (0 if wrong and runs_on else first)
+                logits = model(row, sees, places.clamp(min=0))[real]
                 found.append(F.cross_entropy(logits[:-1], tokens[1:], reduction="none"))
             return torch.cat(found)
 
@@ -330,6 +331,7 @@ CASES = {
     "documents_leak positions": a_pack(False, True),
     "documents_leak both": a_pack(True, True),
     "padding_seen before": padding(True),
+    "padding_seen with positions": padding(True, runs_on=True),
     "padding_seen after": padding(False),
     "not_updated": an_optimizer_that_waits,
     "not_updated unless told": one_that_waits_and_is_told,
