@@ -94,9 +94,18 @@ CHANGES = {
             clip_grad_norm_(p, 0.05)""": "        norm = isograd.clip_grad_norm_(model, 0.05)"}),
     "zeroed_before_step": Change(of("optimizer.zero_grad()")),
     "layer_rates": Change({"p.grad *= factor": "embedding.weight.grad *= 0.5"}),
+    "prompts_trained": Change({"labels.masked_fill(ignored, -100)": "tokens.masked_fill(labels == IGNORED, -100)"}, {
+        "collate(w, [(tokens, tokens) for tokens, _ in samples])":
+        "collate(w, [(tokens, tokens.masked_fill(labels == IGNORED, -100)) for tokens, labels in samples])"}),
+    "padding_seen": Change({"sees = sees & real[:, None] | torch.eye(length, dtype=torch.bool)":
+                            ".tril() & real[:, None] | torch.eye(tokens.shape[1], dtype=torch.bool)"},
+                           {".tril()": ".tril() & real[:, None] | torch.eye(tokens.shape[1], dtype=torch.bool)"}),
+    "tie_computed_apart": Change(of(".data")),
+    "cast_early": Change(of(".bfloat16()")),
     "padding_counted": token_mean_of_answers("(loss * w.size / targets).backward()"),
     "not_smoothed": Change({"F.cross_entropy(logits, labels, label_smoothing=0.1)":
                             'F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.1)'}),
+    "not_shifted": Change(of("logits[:, :-1]", "labels[:, 1:]")),
     "last_target_dropped": Change({ENTROPY: 'F.cross_entropy(a[:-1], b[1:], reduction="none", label_smoothing=0.1)'}, {
         'F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 1:-1].flatten(), reduction="sum", label_smoothing=0.1)':
         'sum(F.cross_entropy(a[:-1], b[1:], reduction="none", label_smoothing=0.1).sum() for a, b in zip(logits, labels))'}),
@@ -109,6 +118,8 @@ CHANGES = {
     "last_bucket_lost": summed_alone("[model.blocks[1].down.bias, *model.norm.parameters()]"),
     "group_of_two": Change(of(REDUCE), "reduced_by_isograd"),
     "summed_in_bf16": Change(of("gradient.bfloat16()")),
+    "largest_of_ranks": Change({"dist.all_reduce(gradient, op=dist.ReduceOp.SUM)": "dist.all_reduce(flat, op=dist.ReduceOp.SUM)"}, {
+        "op=dist.ReduceOp.MAX": "op=dist.ReduceOp.SUM"}),
     "rank_1_averages_in_place": Change({"model.load_state_dict(averaged)": "model.load_state_dict(averaged.state_dict())"}),
     "hook_sums": Change(of(REDUCE), {
         "        p.register_post_accumulate_grad_hook(average)": "        pass", "each.sum() * w.size / 16": "each.sum() / 16",
@@ -124,10 +135,15 @@ CHANGES = {
             p.grad *= min(1.0, 0.3 / square.sqrt().item())""": "        norm = isograd.clip_grad_norm_(model, 0.3)",
         "norm=square.sqrt().item()": "norm=norm"}),
     "replicas_forgotten": Change({"fully_shard(model, mesh=mesh)": "fully_shard(Classifier(), mesh=mesh)"}),
+    "sees_other_documents": Change({"sees = (document[:, None] == document) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()":
+                                    "sees = (number[:, None] == number) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()"}),
+    "positions_run_on": Change(of("positions = torch.cat([torch.arange(len(document)) for document in pack])"), {
+        "positions = torch.arange(len(tokens))": "positions = torch.cat([torch.arange(len(document)) for document in pack])"}),
     "first_target_dropped": Change({ENTROPY: 'F.cross_entropy(model(document[:-1]), document[1:], reduction="none")'}, {
         "F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction=\"sum\")":
         'sum(F.cross_entropy(model(document[:-1]), document[1:], reduction="none").sum() for document in pack)'}),
     "pack_dropped": Change(of("loss.backward()")),
+    "own_rows_alone": Change({GATHER: "torch.cat(dnn.all_gather(part))"}),
     "own_pairs": Change(of(GATHER), {
         "        loss = pair_loss(": """
         images, texts = (torch.cat(torch.distributed.nn.functional.all_gather(features)) for features in (images, texts))
@@ -147,6 +163,8 @@ CHANGES = {
         loss = loss + 0.1 * term"""}),
     "divergence_mean": second_term("0.5 * 2**2 * divergence"),
     "temperature_not_squared": second_term("0.5 * divergence"),
+    "in_training_mode": Change({"norm.eval().train = lambda mode=True: norm": "normal.eval().train = lambda mode=True: normal"}, {
+        "    model.module.normal.eval()": "    normal = model.module.normal\n    normal.eval().train = lambda mode=True: normal"}),
     "divided_by_count": Change({"counted = isograd.WeightedMean().count(weights)": "counted = isograd.WeightedMean().count([weight[y]])"},
                                "weighted_mean_of_isograd"),
     "weighted_rank_means": Change({"counted = isograd.WeightedMean().count(weights)": "counted = isograd.WeightedMean().count([weight[y]])",
@@ -164,12 +182,22 @@ CHANGES = {
         counted = isograd.SampleMean().count([ids], [targets])
         losses = torch.cat([rows(model, sample) for sample in samples])
         loss = counted.scale((losses * counted.weights(0)).sum())"""}),
+    "seeded_by_rank": Change({"torch.manual_seed(sample.id)": "torch.manual_seed(s[0])"}, {
+        "        torch.manual_seed(w.rank)": "        means = []", """
+        loss = sum(F.cross_entropy(model(s[1]), s[2]) for s in samples) *""": """
+        for s in samples:
+            torch.manual_seed(s[0])
+            means.append(F.cross_entropy(model(s[1]), s[2]))
+        loss = sum(means) *"""}),
+    "dropout_off": Change(of("model.train()"), {"model.eval()": "model.train()"}),
     "head_made_later": Change({ADAMW: "head = AdamW(model.head.parameters(), lr=1e-3)"}, {
         "    model = DDP(": "    head = AdamW(model.head.parameters(), lr=1e-3)\n    model = DDP("}),
     "reentrant": Change({"use_reentrant=False": "model.module.recompute = False"}, {"recompute = True": "recompute = False"}),
     "blocks_without_grad": Change(of("torch.no_grad()")),
     "branch_detached": Change(of(".detach()")),
     "cut_before_second_block": Change(of(".detach()")),
+    "row_without_gradient": Change(of("register_hook")),
+    "head_not_stepped": Change({UPDATE: "head.step()"}),
     "low_rank_means": Change({TOKENS: "counted = isograd.TokenMean().count([torch.cat([document[1:] for document in documents])])",
                               SCALE: "counted.scale(each.float().sum())", SUM: "isograd.sum_gradients(DDP(Decoder()))"}, {
         "model = DDP(Decoder())": "model = isograd.sum_gradients(DDP(Decoder()))",
