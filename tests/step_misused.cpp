@@ -1,5 +1,5 @@
-// Does not compile, on purpose: each argument of a Step is wrong in a way that is natural to who knows LibTorch.
-// The compiler's messages are the test (tests/CMakeLists.txt).
+// Does not compile, on purpose: each argument of a Step is wrong in a way that is natural to who knows
+// LibTorch. The compiler's messages are the test (tests/CMakeLists.txt).
 #include <isograd/isograd.hpp>
 
 namespace isograd {

@@ -1,20 +1,19 @@
 // Which language is a line written in? Real data: your .cpp, .py and .md files, every fifth held out. Three
 // ranks train by DDP, save, and go on under ZeRO-3.     classifier src/*/*.cpp tests/*.py docs/*.md
-#include <isograd/isograd.hpp>
 #include <torch/data.h>
 #include <torch/nn/modules/linear.h>
+#include <isograd/isograd.hpp>
 
 #include <fstream>
 
-namespace fs = std::filesystem;
-const std::vector<fs::path> kLanguages = {".cpp", ".py", ".md"};
+const std::vector<std::filesystem::path> kLanguages = {".cpp", ".py", ".md"};
 constexpr std::int64_t kPairs = 1024;
 struct Lines : torch::data::datasets::BatchDataset<Lines, isograd::Batch> {
   at::Tensor pairs, languages;  // [N, kPairs]: how often pairs of bytes occur in a line; [N]
-  Lines(const std::vector<fs::path>& paths, bool held_out) {
+  Lines(const std::vector<std::filesystem::path>& paths, bool held_out) {
     std::vector<at::Tensor> rows;
     std::vector<std::int64_t> classes, files(3), left(3, 2000);  // at most 2000 lines of each
-    for (const fs::path& file : paths) {
+    for (const std::filesystem::path& file : paths) {
       const auto c = std::find(kLanguages.begin(), kLanguages.end(), file.extension()) - kLanguages.begin();
       if (c == 3 || (files[c]++ % 5 == 0) != held_out) continue;
       std::ifstream text(file);
@@ -50,12 +49,14 @@ double train(isograd::World& world, const Lines& lines, const Lines& held_out, b
   if (!zero3) layout = isograd::bucketed(isograd::trainable_parameters(net), world.group);
   auto adamw = isograd::adamw({.learning_rate = 0.003});
   isograd::TokenMean mean;  // over all lines of a step
-  isograd::Step step(
-      [&](const isograd::Batch& b) { return isograd::cross_entropy_sum(net(b.inputs[0]), b.targets); },
-      *layout, mean, *adamw);
+  const auto sum = [&](auto& b) { return isograd::cross_entropy_sum(net(b.inputs[0]), b.targets); };
+  isograd::Step step(sum, *layout, mean, *adamw);
   std::int64_t i = isograd::load_checkpoint("classifier.run", net, *layout, *adamw);  // 0: none yet
-  isograd::Sampler sampler({.samples = lines.pairs.size(0), .samples_per_step = 61, .rank = world.rank,
-                            .size = world.size, .drop_last = true});
+  isograd::Sampler sampler({.samples = lines.pairs.size(0),
+                            .samples_per_step = 61,
+                            .rank = world.rank,
+                            .size = world.size,
+                            .drop_last = true});
   sampler.seek({i / sampler.steps_per_epoch(), i % sampler.steps_per_epoch()});
   auto loader = torch::data::make_data_loader(lines, isograd::LoaderSampler(sampler), {});
   for (auto batch = loader->begin(); i < (zero3 ? 300 : 150); ++i, ++batch) step(*batch);
@@ -66,14 +67,13 @@ double train(isograd::World& world, const Lines& lines, const Lines& held_out, b
 
 int main(int argc, char** argv) {
   if (argc < 2) return std::puts("classifier FILE..."), 2;
-  const std::vector<fs::path> paths(argv + 1, argv + argc);
+  const std::vector<std::filesystem::path> paths(argv + 1, argv + argc);
   const Lines lines(paths, false), held_out(paths, true);
   std::vector<double> right(3);  // by rank
   for (const bool zero3 : {false, true}) {
-    isograd::run_ranks(
-        3, [&](isograd::World& world) { right[world.rank] = train(world, lines, held_out, zero3); });
+    isograd::run_ranks(3, [&](isograd::World& w) { right[w.rank] = train(w, lines, held_out, zero3); });
     std::printf("%s: %.1f %% of held-out lines are right\n", zero3 ? "ZeRO-3" : "DDP", 100 * right[0]);
   }
-  fs::remove_all("classifier.run");
+  std::filesystem::remove_all("classifier.run");
   return right[0] > 0.8 ? 0 : 1;
 }

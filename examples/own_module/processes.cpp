@@ -1,7 +1,7 @@
 // Ranks as processes, each with its own memory, under ZeRO-3. `processes 3` starts three of itself;
 // `isograd launch -n 3 -- processes`, torchrun --no-python and mpirun do so too.
-#include <isograd/isograd.hpp>
 #include <torch/nn/modules/linear.h>
+#include <isograd/isograd.hpp>
 
 #include <cstdio>
 

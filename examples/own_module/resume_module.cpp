@@ -1,8 +1,8 @@
 // A module that is saved and resumed: a run of 40 steps and one that was stopped after 20 have the same bits.
 // Two ranks then go on with it.
-#include <isograd/isograd.hpp>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
+#include <isograd/isograd.hpp>
 
 #include <cstdio>
 
@@ -62,8 +62,7 @@ int main() {
   isograd::write_weights("resume.run/start", Bigram());
   std::vector<double> straight(3), stopped(3), on_two(2);
   const auto run = [](int ranks, const char* root, std::int64_t last, std::vector<double>& losses) {
-    isograd::run_ranks(ranks,
-                       [&](isograd::World& world) { losses[world.rank] = train(world, root, last); });
+    isograd::run_ranks(ranks, [&](isograd::World& world) { losses[world.rank] = train(world, root, last); });
   };
   run(3, "resume.run/straight", 40, straight);
   run(3, "resume.run/stopped", 20, stopped);

@@ -97,8 +97,8 @@ void restore_optimizer(const std::filesystem::path& directory, const TrainingSta
 // writing; for reading, files are mapped.
 
 // Writes model.safetensors, or where that would have more than `file_bytes` model-0000K-of-0000N.safetensors
-// and model.safetensors.index.json, and checksums.json: in a hidden folder next to `directory`, whose place it
-// then takes. ConfigError: `directory` holds other files; parameters in shards. In one process alone:
+// and model.safetensors.index.json, and checksums.json: in a hidden folder next to `directory`, whose place
+// it then takes. ConfigError: `directory` holds other files; parameters in shards. In one process alone:
 void write_weights(const std::filesystem::path& directory, const ModuleRef& module,
                    std::int64_t file_bytes = kHfFileBytes);
 // Collective, for a module under a layout: rank 0 writes, which gets the other ranks' shards one parameter at

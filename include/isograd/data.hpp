@@ -82,8 +82,8 @@ class Sampler {
   std::vector<std::int64_t> order_;  // of shuffled_epoch_
 };
 
-// A Sampler as torch::data::make_data_loader() takes one: a batch for each step, from where it stands, without
-// end.
+// A Sampler as torch::data::make_data_loader() takes one: a batch for each step, from where it stands,
+// without end.
 class LoaderSampler {
  public:
   using BatchRequestType = std::vector<std::size_t>;
@@ -271,7 +271,7 @@ class VideoStore {
   std::int64_t first_token(std::int64_t video) const { return first_[index(video)]; }
   std::int64_t num_tokens() const { return first_.back(); }  // of all videos
   VideoGrid patch() const { return patch_; }
-  VideoGrid largest() const;            // of all videos' grids, each axis by itself
+  VideoGrid largest() const;  // of all videos' grids, each axis by itself
   std::int64_t patch_elements() const { return 3 * patch_.count(); }
   std::string name(std::int64_t video) const { return names_[index(video)]; }
   std::uint64_t fingerprint() const { return fingerprint_; }  // of all pixels and shapes

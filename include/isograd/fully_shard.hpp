@@ -214,7 +214,7 @@ struct FullyShardOptions {
   // Writes into zero-filled `values` for parameters on the meta device; must not depend on the rank.
   std::function<void(const std::string& name, at::Tensor& values)> initialize{};
   std::function<void()> check{};  // TrainableParameters::check; empty: module_check(*root) of a module
-  at::Device device = at::kCPU;  // where parameters from the meta device are made
+  at::Device device = at::kCPU;   // where parameters from the meta device are made
   // Speed
   bool prefetch = true;  // gathers the next block while this one computes, if the limit allows it
 };

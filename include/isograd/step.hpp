@@ -100,10 +100,10 @@ inline constexpr bool is_forward =
     std::is_constructible_v<ForwardLossTerms, T> || std::is_constructible_v<ForwardSum, T>;
 // An lvalue of this class or of one derived from it.
 template <typename T, typename Base>
-inline constexpr bool is_kept = std::is_lvalue_reference_v<T> && std::is_convertible_v<T, Base&>;
+inline constexpr bool is_kept = std::is_lvalue_reference_v<T>&& std::is_convertible_v<T, Base&>;
 template <typename Forward, typename Layout, typename Mean, typename Optimizes>
 inline constexpr bool fit = is_forward<Forward>&& is_kept<Layout, DataParallel>&& is_kept<Mean, Normalizer>&&
-                            is_kept<Optimizes, Optimizer>;
+    is_kept<Optimizes, Optimizer>;
 
 }  // namespace step_arguments
 

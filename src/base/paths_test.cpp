@@ -54,10 +54,10 @@ TEST_F(Paths, AFileThatIsNotThereIsAnsweredByWhatToDo) {
     }
     return std::string("no error");
   };
-  EXPECT_EQ(said(directory_ / "rum.toml"),
-            "ConfigError: open " + (directory_ / "rum.toml").string() +
-                ": found no such file. Did you mean " + (directory_ / "run.toml").string() +
-                "? Expected a file that can be read. Correct the path.");
+  EXPECT_EQ(said(directory_ / "rum.toml"), "ConfigError: open " + (directory_ / "rum.toml").string() +
+                                               ": found no such file. Did you mean " +
+                                               (directory_ / "run.toml").string() +
+                                               "? Expected a file that can be read. Correct the path.");
   EXPECT_NE(said(directory_ / "absent/run.toml").find("found no folder " + (directory_ / "absent").string()),
             std::string::npos);
   EXPECT_NE(said("no-such-file-here").find("relative ones start at " + fs::current_path().string()),

@@ -62,9 +62,9 @@ std::string as_set(const std::string& word, const std::string& next) {
   if (!key && name.find('.') != std::string::npos) key = nearest(name, keys);
   if (!key) return "";
   return fmt::format("--set {}={}", *key,
-                     equals != std::string::npos      ? word.substr(equals + 1)
+                     equals != std::string::npos     ? word.substr(equals + 1)
                      : next.empty() || is_flag(next) ? "VALUE"
-                                                      : next);
+                                                     : next);
 }
 
 // The meaning of the first word that was not understood, by a guess; empty: none.
@@ -72,9 +72,11 @@ std::string meant(const CLI::App& app, const std::vector<std::string>& unknown) 
   const std::string name = unknown[0].substr(0, unknown[0].find('='));
   if (!is_flag(name) && unknown[0] == name) return nearest(name, verbs_of(app)).value_or("");
   static const std::pair<const char*, const char*> kOtherFlags[] = {
-      {"--gpus", "--ranks"},       {"--nproc_per_node", "--ranks"}, {"--nproc-per-node", "--ranks"},
-      {"--devices", "--ranks"},    {"--num_processes", "--ranks"},  {"--world_size", "--ranks"},
-      {"--world-size", "--ranks"}, {"-n", "--ranks"},               {"--gpu", "--device cuda"}};
+      {"--gpus", "--ranks"},           {"--nproc_per_node", "--ranks"},
+      {"--nproc-per-node", "--ranks"}, {"--devices", "--ranks"},
+      {"--num_processes", "--ranks"},  {"--world_size", "--ranks"},
+      {"--world-size", "--ranks"},     {"-n", "--ranks"},
+      {"--gpu", "--device cuda"}};
   const auto has = [&](const std::string& flag) {
     return app.get_option_no_throw(flag.substr(0, flag.find(' '))) != nullptr;
   };
@@ -100,9 +102,9 @@ int bad_command_line(const CLI::App& program, const CLI::ParseError& error) {
     text = fmt::format("unknown argument{} {}{}", unknown.size() == 1 ? "" : "s",
                        printable(fmt::format("{}", fmt::join(unknown, " "))), guess);
   else if (dynamic_cast<const CLI::RequiredError*>(&error) && !verbs.empty())
-    text = fmt::format("{}{}\nVerbs: {}",
-                       unknown.empty() ? "no verb" : "unknown verb " + printable(unknown[0]), guess,
-                       fmt::join(verbs, ", "));
+    text =
+        fmt::format("{}{}\nVerbs: {}", unknown.empty() ? "no verb" : "unknown verb " + printable(unknown[0]),
+                    guess, fmt::join(verbs, ", "));
   else
     text = printable(text) + guess;
   print(stderr, fmt::format("isograd: {}\nSee {} --help.\n", text, full_name(app)));
@@ -199,8 +201,8 @@ Verb help_verb(CLI::App& program) {
 // Every verb has them, and the program in front of its verb.
 void add_output_flags(CLI::App& app) {
   const auto grouped = [](CLI::Option* option) { return option->group("Output"); };
-  CLI::Option* quiet = grouped(app.add_flag(
-      "-q,--quiet", printing().quiet, "no progress and notices: results, warnings and errors alone"));
+  CLI::Option* quiet = grouped(app.add_flag("-q,--quiet", printing().quiet,
+                                            "no progress and notices: results, warnings and errors alone"));
   grouped(app.add_flag("-v,--verbose", printing().verbose,
                        "a line for each step or part, in place of one that is redrawn"))
       ->excludes(quiet);

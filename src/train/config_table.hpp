@@ -26,7 +26,7 @@ struct Allowed {
   bool above_least = false;  // least itself is refused
   bool below_most = false;   // most itself is refused
   std::vector<std::string> choices = {};
-  bool not_empty = false;  // texts
+  bool not_empty = false;                                         // texts
   std::vector<std::pair<std::string, std::string>> aliases = {};  // other names of choices
 };
 

@@ -109,19 +109,27 @@ const OtherNames& other_keys() {
 
 const OtherNames& other_sections() {
   static const OtherNames names = {
-      {"training", "train"},       {"trainer", "train"},        {"validation", "train"},
-      {"parallelism", "parallel"}, {"lr_scheduler", "schedule"}, {"scheduler", "schedule"},
-      {"optim", "optimizer"},      {"dataset", "data"},         {"job", "run"},
-      {"lora", "model.lora"},      {"activation_checkpoint", "parallel"},
+      {"training", "train"},
+      {"trainer", "train"},
+      {"validation", "train"},
+      {"parallelism", "parallel"},
+      {"lr_scheduler", "schedule"},
+      {"scheduler", "schedule"},
+      {"optim", "optimizer"},
+      {"dataset", "data"},
+      {"job", "run"},
+      {"lora", "model.lora"},
+      {"activation_checkpoint", "parallel"},
   };
   return names;
 }
 
 const OtherNames& other_values() {
   static const OtherNames names = {
-      {"gpu", "cuda"},        {"gpus", "cuda"},       {"bf16", "bfloat16"},        {"fp32", "float32"},
-      {"fp64", "float64"},    {"float", "float32"},   {"double", "float64"},       {"32", "float32"},
-      {"adam", "adamw"},      {"gloo", "shm"},        {"fsdp2", "zero3"},          {"dp", "bucketed"},
+      {"gpu", "cuda"},         {"gpus", "cuda"},           {"bf16", "bfloat16"},
+      {"fp32", "float32"},     {"fp64", "float64"},        {"float", "float32"},
+      {"double", "float64"},   {"32", "float32"},          {"adam", "adamw"},
+      {"gloo", "shm"},         {"fsdp2", "zero3"},         {"dp", "bucketed"},
       {"full_shard", "zero3"}, {"bf16-mixed", "bfloat16"},
   };
   return names;

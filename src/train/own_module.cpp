@@ -162,8 +162,8 @@ class WriteLock {
     struct stat named {};
     const bool busy = ::flock(file_, LOCK_EX | LOCK_NB) != 0
                           ? errno == EWOULDBLOCK
-                          : ::fstat(file_, &locked) == 0 && (::stat(path_.c_str(), &named) != 0 ||
-                                                             locked.st_ino != named.st_ino);
+                          : ::fstat(file_, &locked) == 0 &&
+                                (::stat(path_.c_str(), &named) != 0 || locked.st_ino != named.st_ino);
     if (!busy) return;  // where a file system does not lock, too
     ::close(file_);
     refuse(directory.string(), "another write of it at this moment", "one",
@@ -198,8 +198,7 @@ void write_files(const fs::path& directory, const TensorStream& weights, std::in
         bad(fmt::format("{} in it, which would be removed", name));
     if (!fs::exists(target / kListing)) bad(fmt::format("weights of another program, without {}", kListing));
   }
-  publish_directory(target,
-                    [&](const fs::path& folder) { write_tensor_files(folder, weights, file_bytes); });
+  publish_directory(target, [&](const fs::path& folder) { write_tensor_files(folder, weights, file_bytes); });
 }
 
 // ---- reading ----
@@ -248,8 +247,8 @@ std::vector<Values> values_for(const fs::path& directory, const std::vector<OwnT
     if (!first && !missing) missing = &own;
   }
   const auto some = [&] {
-    std::vector<std::string> few(further.begin(), std::next(further.begin(), std::min<std::ptrdiff_t>(
-                                                                                 3, std::ssize(further))));
+    std::vector<std::string> few(
+        further.begin(), std::next(further.begin(), std::min<std::ptrdiff_t>(3, std::ssize(further))));
     return fmt::format("{}{}", fmt::join(few, ", "), further.size() > few.size() ? ", ..." : "");
   };
   if (missing && values.empty() && !stored.empty())
@@ -310,9 +309,8 @@ void write_weights(const fs::path& directory, const ModuleRef& module, DataParal
   layout.compare_writes();
   check_others(tensors, layout.mesh());
   WholeTensors weights = WholeTensors::parameters(layout, placed);
-  on_rank_zero_with(all, {&weights}, [&] {
-    write_files(directory, with_others(weights.stream(), tensors), file_bytes);
-  });
+  on_rank_zero_with(all, {&weights},
+                    [&] { write_files(directory, with_others(weights.stream(), tensors), file_bytes); });
 }
 
 void read_weights(const fs::path& directory, const ModuleRef& module) {

@@ -81,8 +81,7 @@ Batch batch_of(std::int64_t step, std::int64_t number) {
 const std::vector<std::string> kLayouts = {"ddp", "zero1", "zero2", "zero3", "shared"};
 
 std::unique_ptr<DataParallel> layout_of(const Model& net, const std::string& kind, const Group& group) {
-  if (kind == "zero3")
-    return fully_shard(net, {net->blocks.begin(), net->blocks.end()}, group);
+  if (kind == "zero3") return fully_shard(net, {net->blocks.begin(), net->blocks.end()}, group);
   const bool shared = kind == "shared";
   const int stage = kind == "ddp" || shared ? 0 : kind.back() - '0';
   return bucketed(trainable_parameters(net), group,
@@ -329,12 +328,12 @@ TEST_F(OwnModule, PartsAlongTensorRanksAreWholeInTheFiles) {
   const fs::path root = root_ / "run", again = root_ / "again", folder = root_ / "weights";
   on({{"dp_shard", 2}, {"tp", 2}}, 0.5,
      [&](Pair& pair, const Layout& placed, DataParallel& layout, Optimizer& optimizer) {
-    update(pair, layout, optimizer);
-    write_weights(folder, pair, layout, &placed);
-    save_checkpoint({.root = root, .placed = &placed}, 1, pair, layout, optimizer);
-    EXPECT_THAT(error_of([&] { write_weights(root_ / "parts", pair, layout); }),
-                AllOf(HasSubstr("parts of it on the ranks along tp"), HasSubstr("&placed")));
-  });
+       update(pair, layout, optimizer);
+       write_weights(folder, pair, layout, &placed);
+       save_checkpoint({.root = root, .placed = &placed}, 1, pair, layout, optimizer);
+       EXPECT_THAT(error_of([&] { write_weights(root_ / "parts", pair, layout); }),
+                   AllOf(HasSubstr("parts of it on the ranks along tp"), HasSubstr("&placed")));
+     });
   const auto stored = read_safetensors(folder / "model.safetensors");
   ASSERT_EQ(stored.size(), 4u);
   EXPECT_EQ(stored.at("up").sizes(), (std::vector<std::int64_t>{11, 3}));

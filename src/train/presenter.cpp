@@ -487,9 +487,7 @@ void Presenter::evaluation(const Evaluation& evaluation) {
   impl_->progress.evaluation(evaluation);
 }
 
-void Presenter::saved(const fs::path& checkpoint) {
-  line("saved " + printable(checkpoint.string()));
-}
+void Presenter::saved(const fs::path& checkpoint) { line("saved " + printable(checkpoint.string())); }
 
 void Presenter::memory(MemoryShown shown) {
   TextRows rows = shown.table.rows;

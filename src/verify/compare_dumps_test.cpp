@@ -441,9 +441,8 @@ TEST(CompareDumps, TheScaleOfTheWholeIsAllowedWhatRoundingIsMeasuredToDo) {
     // One process is right: so has the run to be.
     EXPECT_FALSE(conditioned({.found = sign * 3e-6, .scale_moves = 1e-6, .moves = 1e-6}).verdict.passed);
     // The right gradient does not move, and one process is wrong: it is no bound.
-    EXPECT_THAT(
-        error_testing::error_of([&] { conditioned({.found = sign * 3e-6, .alone = sign * 3e-6}); }),
-        HasSubstr("--alone"));
+    EXPECT_THAT(error_testing::error_of([&] { conditioned({.found = sign * 3e-6, .alone = sign * 3e-6}); }),
+                HasSubstr("--alone"));
   }
 }
 
@@ -462,7 +461,8 @@ TEST(CompareDumps, AScaleThatMovesFurtherThanTheGradientIsRefused) {
   EXPECT_EQ(first_id(wide), "unresolved");
 }
 
-// Weights of ranks that are nearly equal move the gradient by 1e-5: just above what is allowed they are named.
+// Weights of ranks that are nearly equal move the gradient by 1e-5: just above what is allowed they are
+// named.
 TEST(CompareDumps, ASmallMeanOfRankMeansIsFoundBesideAScaleThatMoves) {
   const std::vector<std::vector<std::int64_t>> counts = {{500000, 500010}, {1000030}, {999990}};
   constexpr double kTargets = 3000030;

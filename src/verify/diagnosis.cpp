@@ -626,9 +626,9 @@ std::optional<bool> ComparedStep::is(const std::vector<double>& weights,
       return false;
   }
   const double unit = allowance_.whole / norm_;  // 0 / 0: nothing to be near to
-  if (!allowance_.exact && (!(std::sqrt(off) <= unit * std::sqrt(grown)) ||
-                            !scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit,
-                                          allowance_.scale)))
+  if (!allowance_.exact &&
+      (!(std::sqrt(off) <= unit * std::sqrt(grown)) ||
+       !scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit, allowance_.scale)))
     return false;
   if (made) *made = std::move(prediction);
   return true;
