@@ -35,7 +35,8 @@ target_link_libraries(older PRIVATE isograd::isograd)
 target_compile_options(older PRIVATE -std=c++17)
 """)
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
-    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", *launcher, cwd=project)
+    environment = {name: value for name, value in os.environ.items() if name != "ISOGRAD_TORCH"}  # which would be taken before the prefix's
+    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", *launcher, cwd=project, env=environment)
     return project
 
 

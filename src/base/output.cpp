@@ -21,10 +21,14 @@ bool is_terminal(std::FILE* out) {
   return isatty(fileno(out)) != 0 && (!kind || std::string_view(kind) != "dumb");
 }
 
-void print_verdict(std::FILE* out, std::string_view text) {
+bool in_colour(std::FILE* out) {
   const std::string& colour = printing().colour;
   const char* no = std::getenv("NO_COLOR");
-  if (colour == "never" || (colour == "auto" && (!is_terminal(out) || (no && *no)))) return print(out, text);
+  return colour == "always" || (colour == "auto" && is_terminal(out) && !(no && *no));
+}
+
+void print_verdict(std::FILE* out, std::string_view text) {
+  if (!in_colour(out)) return print(out, text);
   const auto in_word = [&](std::size_t at) {
     return at < text.size() && std::isalnum(static_cast<unsigned char>(text[at]));
   };

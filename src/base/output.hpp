@@ -18,7 +18,9 @@ Printing& printing();
 // Whether `out` is a terminal that understands escape sequences: none does with TERM=dumb.
 bool is_terminal(std::FILE* out);
 
-// print() with the words PASS in green and FAIL in red, as Printing::colour says.
+// Whether verdicts there are coloured, as Printing::colour says.
+bool in_colour(std::FILE* out);
+// print() with the words PASS in green and FAIL in red, if so.
 void print_verdict(std::FILE* out, std::string_view text);
 
 // A word in place of the name of a file: standard output.

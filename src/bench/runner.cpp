@@ -114,9 +114,9 @@ const std::vector<BenchVerb>& bench_table() {
 }
 
 int run_bench(const BenchVerb& verb, const BenchOptions& options) {
-  if (!verb.packages.empty()) require_packages(verb.name, options.python, verb.packages);
   Bench bench{.name = verb.name, .options = options};
   bench.say(fmt::format("on {}\n", printable(processor_text())));
+  if (!verb.packages.empty()) require_packages(verb.name, options.python, verb.packages);
   verb.run(bench);
   if (!options.json.empty()) write_output(options.json, bench.records.dump(2) + "\n");
   return bench.comparable ? 0 : 1;

@@ -209,6 +209,7 @@ void add_output_flags(CLI::App& app) {
   grouped(app.add_option("--color", printing().colour,
                          "PASS green and FAIL red: auto (on a terminal, without NO_COLOR), always, never"))
       ->type_name("WHEN")
+      ->take_last()
       ->check(CLI::IsMember({"auto", "always", "never"}).description(""));
   for (CLI::App* verb : app.get_subcommands([](const CLI::App*) { return true; })) add_output_flags(*verb);
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "base/output.hpp"
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "train/device.hpp"
@@ -46,6 +47,8 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
     check(config, ranks);  // before ranks are started, so that an error is reported once
     std::vector<std::string> command = {fs::read_symlink("/proc/self/exe").string()};
     command.insert(command.end(), invocation.arguments.begin(), invocation.arguments.end());
+    // mpirun gives each rank a terminal of its own, whatever this process writes to.
+    command.insert(command.end(), {"--color", in_colour(stdout) ? "always" : "never"});
     return launch_ranks(command, {.ranks = ranks, .backend = backend_of(config, ranks)});
   }
   const auto timeout =
