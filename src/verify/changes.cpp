@@ -35,8 +35,8 @@ std::string counted(const std::string& mean, std::string_view group) {
   }
   return fmt::format(
       "{} of each micro-batch of this rank, before the first backward; {} of each micro-batch with {}; {} "
-      "once, for DDP and FSDP2",
-      count, scale, sum, kSum);
+      "once, for DDP and FSDP2, where under DDP the forwards and backwards of all but the last micro-batch stand in {}",
+      count, scale, sum, kSum, kSync);
 }
 
 // Keyed by finding, and by `which` where an id has several.
