@@ -1,4 +1,4 @@
-"""What to change, where a recording tells more of the cause than a dump: in place of the lines of src/verify/changes.cpp."""
+"""Advice that depends on what the recording saw of the step. It replaces the line of src/verify/changes.cpp, which knows the dumps alone."""
 from __future__ import annotations
 
 from typing import Any, Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ NOT_IGNORED = "shard the parameters that are not: `fully_shard(model)` around al
 
 
 def known_changes(everyone: Sequence[Mapping[str, Any]], model: nn.Module, places: int, findings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """By finding, whether it is there or not. everyone: by rank what was recorded. places: how many ranks see different samples.
-    findings: of the recording itself."""
+    """{finding: its advice}, also of findings that are not made. everyone: by rank what was recorded. places: how many ranks see
+    different samples. findings: of the recording itself."""
     def anywhere(fact: str) -> bool:
         return any(one[fact] for one in everyone)
 

@@ -109,7 +109,7 @@ class Trials:
 
     @functools.cached_property
     def seen(self) -> list[list[list[_OtherTargets]]]:
-        """Of each sample of the batch what the first term's loss embeds, and its targets."""
+        """The tokens that the first term's loss embeds and its targets, for each sample of the batch."""
         model = self.fresh()
         dtype = next(model.parameters()).dtype
         return [[[_seen(model, self.terms[0].loss, in_precision(sample, dtype)) for sample in micro] for micro in micros]
@@ -218,18 +218,32 @@ def try_shares(trials: Trials) -> None:
             trials.line(base, _sum(list(zip(shares, alone))), lambda _: finding, 1.0)  # noqa: B023
 
 
-class _RowsAlone(TorchFunctionMode):
-    """Of cross entropies over as many rows as there are samples some rows count, divided as before."""
+class _NotTried(Exception):
+    """The loss is no cross entropy that can be changed so."""
 
-    def __init__(self, counts: torch.Tensor) -> None:
-        super().__init__()
-        self._counts, self.found = counts, False
+
+class _CrossEntropies(TorchFunctionMode):
+    """Replaces cross entropies by what `other` computes from their arguments, by name and with defaults."""
+
+    def other(self, given: inspect.BoundArguments) -> torch.Tensor:
+        raise NotImplementedError
 
     def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
         if function is not F.cross_entropy:
             return function(*arguments, **(named or {}))
         given = inspect.signature(F.cross_entropy).bind(*arguments, **(named or {}))
         given.apply_defaults()
+        return self.other(given)
+
+
+class _RowsAlone(_CrossEntropies):
+    """A cross entropy over as many rows as there are samples keeps some of these rows, and its divisor."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        super().__init__()
+        self._counts, self.found = counts, False
+
+    def other(self, given: inspect.BoundArguments) -> torch.Tensor:
         reduction, given.arguments["reduction"] = given.arguments["reduction"], "none"
         losses = F.cross_entropy(*given.args, **given.kwargs)
         if losses.shape != self._counts.shape:
@@ -514,11 +528,7 @@ def try_means(trials: Trials) -> None:
 
 
 # Other targets in a cross entropy.
-class _NotTried(Exception):
-    """The loss is no cross entropy that can be changed so."""
-
-
-class _OtherTargets(TorchFunctionMode):
+class _OtherTargets(_CrossEntropies):
     """Changes the targets of cross entropies; `count`: by how many. tokens: of the sample, as they are embedded."""
 
     def __init__(self, which: str) -> None:
@@ -530,15 +540,14 @@ class _OtherTargets(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         if function is F.embedding and not self.tokens.numel():
             self.tokens = arguments[0].detach()
-        if function is not F.cross_entropy:
-            return function(*arguments, **(named or {}))
-        given = inspect.signature(F.cross_entropy).bind(*arguments, **(named or {}))
-        given.apply_defaults()
+        return super().__torch_function__(function, types, arguments, named)
+
+    def other(self, given: inspect.BoundArguments) -> torch.Tensor:
         target, ignored = given.arguments["target"], given.arguments["ignore_index"]
         if target.is_floating_point() and self.which:
             raise _NotTried
         if target.is_floating_point():
-            return function(*arguments, **(named or {}))
+            return F.cross_entropy(*given.args, **given.kwargs)
         self.targets = target
         if self.which == "smooth":
             given.arguments["label_smoothing"] = 1.0
@@ -887,21 +896,19 @@ def try_noise(trials: Trials, drawn: Sequence[Sequence[torch.Tensor]]) -> None:
 
 
 # Logits in a coarser type.
-class _Cast(TorchFunctionMode):
+class _Cast(_CrossEntropies):
     """Cross entropies take their logits in another type, and are computed in it, or in the one that logits had."""
 
     def __init__(self, dtype: torch.dtype, back: bool) -> None:
         super().__init__()
         self._dtype, self._back = dtype, back
 
-    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
-        if function is not F.cross_entropy:
-            return function(*arguments, **(named or {}))
-        given = inspect.signature(F.cross_entropy).bind(*arguments, **(named or {}))
+    def other(self, given: inspect.BoundArguments) -> torch.Tensor:
         logits = given.arguments["input"]
         other = logits.to(self._dtype)
         given.arguments["input"] = other.to(logits.dtype) if self._back else other
-        return F.cross_entropy(*given.args, **given.kwargs).to(logits.dtype)
+        losses: torch.Tensor = F.cross_entropy(*given.args, **given.kwargs)
+        return losses.to(logits.dtype)
 
 
 def try_casts(trials: Trials) -> None:

@@ -187,7 +187,7 @@ class Recording:
         return original(inputs)
 
     def facts(self) -> dict[str, Any]:
-        """What this rank knows that tells causes apart."""
+        """This rank's observations that tell causes apart (known_changes, _why_apart)."""
         return {"several": max(self.steps.values(), default=1) > 1, "emptied": self._emptied, "cut_by_checkpoint": self._cut_by_checkpoint,
                 "rates": {name: rate for name, (*_, rate) in self.by.items()},
                 "written": any(writes_to(p) != self._writes.get(name, writes_to(p)) for name, p in self.engine.trained().items())}
@@ -410,7 +410,8 @@ def _apart(everyone: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, list[i
 
 
 def _why_apart(everyone: Sequence[Mapping[str, Any]], first: int, others: Sequence[int]) -> tuple[str, str]:
-    """What else is known of ranks that took the same gradient and hold other parameters than the first, and what to change; empty: nothing."""
+    """(the end of the finding's sentence, its advice) if the recording shows why ranks with the same gradient hold other parameters than
+    the first; empty texts if not."""
     rates, other_rates = everyone[first]["rates"], everyone[others[0]]["rates"]
     for name, rate in rates.items():
         if name in other_rates and not math.isclose(other_rates[name], rate) and not math.isnan(rate):
