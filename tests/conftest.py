@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import select
+import shutil
 import signal
 import site
 import socket
@@ -160,8 +161,9 @@ def installed(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
     packages = next(folder.glob("lib/python*/site-packages"))
+    shutil.copy(ROOT / "tests/orderly_exit.py", packages)
     (packages / "seen.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n"
-                                               for path in site.getsitepackages()))
+                                               for path in site.getsitepackages()) + "import orderly_exit\n")
     subprocess.run([str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index",
                     "--disable-pip-version-check", str(wheel)], check=True, timeout=120)
     return folder / "bin/python"

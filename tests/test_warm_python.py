@@ -85,3 +85,30 @@ def test_what_is_read_at_the_start_needs_an_ordinary_python(more):
 def test_two_programs_draw_other_numbers():
     text = "import random, numpy; print(random.random(), numpy.random.rand())"
     assert not set(run("-c", text)[0].split()) & set(run("-c", text)[0].split())
+
+
+IS_BUSY = """
+import os, sys, threading, time
+sys.path.append(sys.argv[1])
+import orderly_exit
+began = time.monotonic()
+
+def loop(name):
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+        file.write(name)
+    while time.monotonic() < began + 1:
+        pass
+
+threading.Thread(target=loop, args=(sys.argv[2],), daemon=True).start()
+while not any(open(f"/proc/self/task/{task}/comm").read() == sys.argv[2] + "\\n" for task in os.listdir("/proc/self/task")):
+    pass
+orderly_exit.wait()
+print(time.monotonic() - began >= 1)
+"""
+
+
+@pytest.mark.parametrize("name, waited", [("pt_gloo_runloop", "True\n"), ("another", "False\n")])
+def test_a_process_ends_after_the_threads_of_gloo_rest(name, waited):
+    """By a thread that is busy for 1 s."""
+    python = subprocess.run([sys.executable, "-c", IS_BUSY, os.path.dirname(__file__), name], capture_output=True, text=True, timeout=60)
+    assert (python.stdout, python.returncode) == (waited, 0), python.stderr

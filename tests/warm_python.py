@@ -200,6 +200,7 @@ def become(request, streams):
     import warnings
 
     import numpy
+    import orderly_exit  # noqa: F401
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
