@@ -6,6 +6,7 @@ like rounding, and mistakes that hide in it would pass.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import pickle
 import random
@@ -145,66 +146,73 @@ def apart(ones: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) 
     return {name: off / max(size, 1e-3 * typical * math.sqrt(count), 1e-300) for name, (off, size, count) in found.items()}
 
 
-def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: torch.dtype, known: torch.Tensor | None = None,
+@dataclasses.dataclass
+class Made:
+    """A sample's loss, made from these states of all generators. gradients: by name; None: only the loss is compared."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor] | None
+    drew: list[str]  # generators
+    after: States
+
+
+def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: torch.dtype, first: Made | None = None,
                   values: list[torch.Tensor] | None = None) -> list[str]:
     """Refuses a loss of one sample that is not the same when it is made again. The generators that it draws from.
 
     make: the sample's loss, of `model`, not yet differentiated. Each time it begins with the same buffers (values, if they are
-    given) and with other states of all generators. The model's gradients are left empty. known: the loss of all samples, which
-    was made and differentiated without a draw: it is only made again.
+    given) and with other states of all generators. The model's gradients are left empty, its buffers as they are. first: as it was
+    made from `values` and seed 0, so that it is made once more only.
     """
-    buffers = list(zip(model.buffers(), values or [buffer.clone() for buffer in model.buffers()]))
+    left = [buffer.clone() for buffer in model.buffers()]
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     allowed = 1e-10 if dtype == torch.float64 else 256 * torch.finfo(dtype).eps
 
-    def begin(number: int) -> States:
+    def begin(number: int, buffers: list[torch.Tensor] | None = None) -> States:
         with torch.no_grad():
-            for buffer, value in buffers:
+            for buffer, value in zip(model.buffers(), buffers or values or left):
                 buffer.copy_(value)
         seed(number)
         return states()
 
-    def made(number: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str], States]:
+    def made(number: int, differentiated: bool = True) -> Made:
         before = begin(number)
         model.zero_grad(set_to_none=True)
         loss = make()
-        loss.backward()
+        if differentiated:
+            loss.backward()
         after = states()
-        found = {name: gradient_of(p).detach() for name, p in named.items() if p.grad is not None}
-        return loss.detach(), found, moved(before, after), after
+        found = {name: gradient_of(p).detach() for name, p in named.items() if p.grad is not None} if differentiated else None
+        return Made(loss.detach(), found, moved(before, after), after)
 
     def refuse_random(found: str) -> NoReturn:
         """Says where it draws, which takes the sample's forward once more."""
         begin(1)
         with Draws().of(dict(model.named_modules())) as draws:
             make()
-        where = f"of {', '.join(drew)}, first in {draws.first or 'the loss or backward'}" if drew else \
+        where = f"of {', '.join(one.drew)}, first in {draws.first or 'the loss or backward'}" if one.drew else \
             "that is none of torch's, Python's or numpy's own, or it depends on what an earlier call left"
         refuse("isograd.watch", f"a loss that is random: of one sample made twice, from the same weights and buffers, its loss is "
-               f"{float(loss):.9g} and {found}; it draws from a generator {where}",
+               f"{float(one.loss):.9g} and {found}; it draws from a generator {where}",
                "the same loss and gradient each time, since no other process draws the same numbers", CURE)
 
-    def compare(other: torch.Tensor) -> None:
-        if not apart({"": loss}, {"": other})[""] <= allowed:
-            refuse_random(f"{float(other):.9g}")
+    def compare(other: Made) -> None:
+        if not apart({"": one.loss}, {"": other.loss})[""] <= allowed:
+            refuse_random(f"{float(other.loss):.9g}")
+        if one.gradients is None or other.gradients is None:
+            return
+        for some, more in ((one.gradients, other.gradients), (other.gradients, one.gradients)):
+            some.update((name, torch.zeros_like(grad)) for name, grad in more.items() if name not in some)
+        for name, share in apart(one.gradients, other.gradients).items():
+            if not share <= allowed:
+                refuse_random(f"the gradient of {name} is off by {share:.1e} of its norm")
 
-    if known is not None:
-        loss = known
-        begin(2)
-        compare(make().detach())
-        return []
-    loss, gradients, drew, after = made(1)
-    again, others, _, later = made(2)
+    one = first or made(1)
+    again = made(2, one.gradients is not None)
     compare(again)
-    for one, other in ((gradients, others), (others, gradients)):
-        one.update((name, torch.zeros_like(grad)) for name, grad in other.items() if name not in one)
-    for name, share in apart(gradients, others).items():
-        if not share <= allowed:
-            refuse_random(f"the gradient of {name} is off by {share:.1e} of its norm")
     model.zero_grad(set_to_none=True)
-    unseeded = [name for name in drew if not _same(after[name], later[name])]  # else it sets the state by itself
+    unseeded = [name for name in one.drew if not _same(one.after[name], again.after[name])]  # else it sets the state by itself
     for number in range(3, TRIES + 1 if unseeded else 3):
-        begin(number)
-        compare(make().detach())
-    begin(1)
+        compare(made(number, differentiated=False))
+    begin(1, left)
     return unseeded

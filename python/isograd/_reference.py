@@ -192,7 +192,7 @@ def one_process(model: nn.Module, terms: Sequence[Term], batch: Batch, dtype: to
     """The sum of the terms. after_each: called after each sample. The model's gradients are left empty.
 
     Each sample begins with the same states of all generators, which the caller keeps. own: the precision of the run that the
-    step is the reference of: a random loss is refused, for which the first sample is made twice, and the first that draws.
+    step is the reference of: a random loss is refused, for which the first sample is made twice, and the first that draws three times.
     """
     first, *others = terms
     found = _of_term(model.to(dtype), first, batch, dtype, autocast, shares, after_each, own)
@@ -224,13 +224,20 @@ def _of_term(model: nn.Module, term: Term, batch: Batch, dtype: torch.dtype, aut
         losses, count = _losses(model, term, sample, dtype, autocast, own)
         return losses / count if term.mean == "sample" and count else losses, count
 
-    values = [buffer.clone() for buffer in model.buffers()] if term.whole and cut is None and own is not None else None
+    def check(sample: Any, first: _random.Made | None = None, values: list[torch.Tensor] | None = None) -> None:
+        if cut is not None:
+            cut.checks = False  # it is made from other states
+        unseeded.extend(_random.check_repeats(model, lambda: made(sample)[0], dtype, first, values))
+        if cut is not None:
+            cut.checks = own is not None
+
     pinned: _random.States = {}
-    tried: set[str] = set()  # "first", "drawing"
+    tried: set[str] = set() if own is not None else {"first", "drawing"}
     for rank, j in cells:
         model.zero_grad(set_to_none=True)
-        doubtful: list[tuple[Any, torch.Tensor | None]] = []
+        doubtful: list[Any] = []
         for sample in batch[rank][j]:
+            values = None if "first" in tried else [buffer.clone() for buffer in model.buffers()]
             _random.seed(0)
             pinned = pinned or _random.states()
             with draws.of({"": model}):
@@ -245,20 +252,28 @@ def _of_term(model: nn.Module, term: Term, batch: Batch, dtype: torch.dtype, aut
                 _failed(error, model, term, sample, dtype, own)
             value += float(part.detach())
             after_each()
-            drawing = {"drawing"} if _random.moved(pinned, _random.states()) else set()
-            if own is not None and not {"first"} | drawing <= tried:
-                tried |= {"first"} | drawing
-                doubtful.append((sample, None if drawing or cut is None and not term.whole else part.detach()))
+            if values is not None:
+                tried.add("first")
+                after = _random.states()
+                drew = _random.moved(pinned, after)
+                if drew:
+                    tried.add("drawing")
+                gradients = {name: p.grad for name, p in named.items() if p.grad is not None}  # of this sample alone
+                light = not drew and (cut is not None or term.whole)
+                check(sample, _random.Made(part.detach(), None if light else {name: gradient_of(named[name]).detach() for name in gradients},
+                                           drew, after), values)
+                for name, gradient in gradients.items():
+                    named[name].grad = gradient
+            elif "drawing" not in tried and _random.moved(pinned, _random.states()):
+                tried.add("drawing")
+                doubtful.append(sample)
         # Taken, not copied: the next micro-batch's are new ones.
         part_of = {name: gradient_of(p).detach() for name, p in named.items()}
         if cut is not None:
             for name, grad in cut.direct.items():  # to each micro-batch by its samples
                 part_of[name] = part_of[name] + grad * (sizes[rank][j] / cut.samples)
-            cut.checks = False  # below each is made from other states
-        for sample, known in doubtful:
-            unseeded += _random.check_repeats(model, lambda: made(sample)[0], dtype, known, values)  # noqa: B023  called at once
-        if cut is not None:
-            cut.checks = own is not None
+        for sample in doubtful:
+            check(sample)
         if shares:
             parts[rank, j] = part_of
         if not total:
