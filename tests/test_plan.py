@@ -89,13 +89,13 @@ def test_the_same_bytes_on_every_run_and_lines_that_fit_a_terminal(cluster):
         assert title in text.stdout, text.stdout
 
 
-def test_the_guide_has_the_keys():
+def test_the_reference_has_the_keys():
     found = planned(SIZES, "--cluster", "h100", "--gpus", 16, "--tokens", 8 * 4096, "--scaling")
-    guide = (ROOT / "docs/planning.md").read_text().partition("## JSON")[2]
+    page = (ROOT / "docs/planning_reference.md").read_text().partition("## JSON")[2]
     groups = [found, found["top"][0], *(found[name][0] for name in ("neighbours", "laws", "recipe", "ways_out", "scaling")),
               found["top"][0]["memory_parts"][0], ["tried", "largest_micro_batch"]]
-    assert not [key for group in groups for key in group if f"`{key}`" not in guide]
-    assert set(found["top"][0]["seconds"]) == {"value", "low", "high", "origin"} and "{value, low, high, origin}" in guide
+    assert not [key for group in groups for key in group if f"`{key}`" not in page]
+    assert set(found["top"][0]["seconds"]) == {"value", "low", "high", "origin"} and "{value, low, high, origin}" in page
 
 
 def test_more_devices_than_sequences_have_three_ways_out(cluster):

@@ -2,8 +2,8 @@
 
 Run in the project's root: python3 tools/fit_published_runs.py [path of published_runs.csv]. Needs numpy, scipy, pandas.
   --splits   24 random halves instead of one split
-  --write    its table into docs/planning.md
-  --check    fails where the planner's constants or docs/planning.md have other figures than the fit
+  --write    its table into docs/planning_reference.md
+  --check    fails where the planner's constants or docs/planning_reference.md have other figures than the fit
 """
 import pathlib
 import re
@@ -194,7 +194,7 @@ def other_fit(o, x, mask):
     for g in np.unique(key[mask]): best[g] = grid[np.argmin(err[:, (key == g) & mask].sum(1))]
     return best, np.array([best.get(g, np.nan) for g in key])
 
-# ---- what is kept of it: the planner's constants, docs/planning.md -------------------------------------------------------------------
+# ---- what is kept of it: the planner's constants, docs/planning_reference.md ---------------------------------------------------------
 class Kept:
     """Rows of the page's table, and what the planner's constants must then be."""
     def __init__(s): s.rows, s.off = [('figure', 'all rows', 'one half', 'the other half', 'the planner')], []
@@ -207,10 +207,10 @@ class Kept:
         s.rows.append(('error of %s (%d rows): median, nine of ten' % (name, len(inside)), at(inside), 'rows not fitted to: ' + at(outside), '', ''))
     def page(s, write):
         text = ''.join('| %s |\n%s' % (' | '.join(r), '' if i else '|---|---|---|---|---|\n') for i, r in enumerate(s.rows))
-        page = ROOT / 'docs/planning.md'; old = page.read_text()
+        page = ROOT / 'docs/planning_reference.md'; old = page.read_text()
         new = re.sub(r'(?<=<!-- table: fit -->\n).*?(?=<!-- end of table -->)', lambda _: text, old, count=1, flags=re.S)
         if write: page.write_text(new)
-        elif new != old: s.off.append('docs/planning.md has another table of the fit: --write')
+        elif new != old: s.off.append('docs/planning_reference.md has another table of the fit: --write')
 
 def main():
     d, kept = pd.read_csv(CSV), Kept()

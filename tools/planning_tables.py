@@ -1,4 +1,4 @@
-"""Writes the tables of docs/planning.md: those that the planner makes, and that of the fit of its constants.
+"""Writes the tables of docs/planning_reference.md: those that the planner makes, and that of the fit of its constants.
 
 Run in the project's root after a build of the tests: python3 tools/planning_tables.py [--fit]. Without --fit the last table stays:
 it needs numpy, scipy and pandas. The planner's own tables are made by src/plan/planning_tables_test.cpp, which also holds them.

@@ -60,8 +60,8 @@ struct ModelShape {
   double parameters() const, active_parameters() const;  // active: those that compute a token
 };
 
-// ConfigError, all three: docs/planning.md lists what is refused. A file: an isograd TOML, or a Hugging Face
-// directory or config.json.
+// ConfigError, all three: docs/planning_reference.md lists what is refused. A file: an isograd TOML, or a
+// Hugging Face directory or config.json.
 ModelShape read_model(const std::filesystem::path& file);
 void check(const ModelShape& model);
 
@@ -243,7 +243,7 @@ struct Neighbour {
   std::optional<double> seconds{};
 };
 
-// A law of docs/planning.md: the number of devices (or tokens, or bytes) at which it begins to cost.
+// A law of docs/planning_reference.md: the number of devices (or tokens, or bytes) at which it begins to cost.
 struct Law {
   std::string name{}, unit{}, statement{}, moved_by{};
   Estimate at{};
@@ -296,7 +296,7 @@ struct Plan {
 Plan plan(const ModelShape&, const Cluster&, const Calibration&, const Work&, const Options& = {});
 
 std::string to_text(const Plan& plan);  // lines of at most 100 columns
-std::string to_json(const Plan& plan);  // docs/planning.md has the keys
+std::string to_json(const Plan& plan);  // docs/planning_reference.md has the keys
 // A configuration that `isograd train` runs and `isograd verify` proves: of the model's file all but what the
 // plan decides. ConfigError: a model or precision that isograd does not train.
 std::string to_toml(const Plan& plan, const Planned& planned);

@@ -4,8 +4,8 @@
     plan = isograd.planning.plan("models/Llama-3-8B", "h100", tokens=4 << 20, devices=512)
     plan["top"][0]["layout"], plan["top"][0]["seconds"]["value"]
 
-`isograd plan` in a process of its own, which needs milliseconds; docs/planning.md of the repository has the keys. The planner
-knows configurations, and with them all of training: the extension does without.
+`isograd plan` in a process of its own, which needs milliseconds; docs/planning_reference.md of the repository has the keys.
+The planner knows configurations, and with them all of training: the extension does without.
 """
 from __future__ import annotations
 

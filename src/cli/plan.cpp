@@ -68,7 +68,7 @@ int show_errors(const PlanFlags& flags) {
   const TextRows errors = errors_table(rows);
   if (errors.size() == 1)
     refuse(flags.rows, fmt::format("{} rows, none of which can be predicted", rows.size()),
-           "rows of tier A on devices of the table", "Add rows: docs/planning.md names the columns");
+           "rows of tier A on devices of the table", "Add rows: docs/planning_reference.md names the columns");
   print(stdout, text_table(errors));
   if (!flags.html.empty()) page(rows).write(flags.html);
   return 0;
@@ -172,7 +172,7 @@ Verb plan_verb(CLI::App& program) {
   add_option(*verb, "--top", flags->top, "layouts that are shown", "N", 1, 1000);
   verb->add_flag("--scaling", flags->scaling,
                  "the same on up to 131072 devices as well; here: on up to all of its ranks");
-  add_json(*verb, flags->json, "all figures (docs/planning.md)");
+  add_json(*verb, flags->json, "all figures (docs/planning_reference.md)");
   add_option(*verb, "--svg", flags->svg, "pictures go here: memory, timeline, front, scaling", "DIR");
   add_option(*verb, "--html", flags->html, "the plan as a page goes here", "FILE.html");
   add_option(*verb, "--write", flags->write, "the best layout as a configuration of isograd train",

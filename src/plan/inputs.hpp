@@ -1,5 +1,5 @@
 // Models, clusters, calibrations and documents from outside, read and checked. Every refusal of
-// docs/planning.md that is not about a layout is made here.
+// docs/planning_reference.md that is not about a layout is made here.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct ClusterFile {
 ClusterFile parse_cluster(std::string_view text, const std::string& file);
 std::string to_toml(const ClusterFile& file);  // which parse_cluster() reads back, number for number
 
-// The table of docs/planning.md, a source for each number; null: no such name. Its last link joins as many
-// devices as are asked for: read_cluster().
+// The table of docs/planning_reference.md, a source for each number; null: no such name. Its last link joins
+// as many devices as are asked for: read_cluster().
 const Cluster* built_in(std::string_view name);
 // `data.cache`/here.toml, where `isograd calibrate` writes and --cluster here reads.
 std::filesystem::path here_file();

@@ -1,5 +1,5 @@
-// Inputs that are read, and every bad input of docs/planning.md that is not about a layout: refused by what
-// was found, what was expected and what to do.
+// Inputs that are read, and every bad input of docs/planning_reference.md that is not about a layout: refused
+// with what was found, what was expected and what to do.
 #include "plan/inputs.hpp"
 
 #include <gmock/gmock.h>

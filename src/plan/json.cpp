@@ -1,4 +1,4 @@
-// A plan as JSON: docs/planning.md has the keys.
+// A plan as JSON: docs/planning_reference.md has the keys.
 #include "base/json.hpp"
 #include "plan/problem.hpp"
 #include "plan/trial.hpp"

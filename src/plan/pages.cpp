@@ -295,7 +295,7 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
             [](const Neighbour& one) {
               return std::vector{one.change, one.seconds ? seconds_text(*one.seconds) : "–", one.reason};
             });
-  add_table(report, "Where each law begins to cost", "docs/planning.md has the laws.",
+  add_table(report, "Where each law begins to cost", "docs/planning_reference.md has the laws.",
             {"law", "begins at", "this layout", "costs", "statement", "moved by"}, plan.laws,
             [](const Law& law) -> std::vector<std::string> {
               return {law.name,
@@ -334,7 +334,8 @@ Report page(const std::vector<PublishedRow>& rows) {
   errors.erase(errors.begin());
   report.table(
       "Errors",
-      "|predicted / published - 1|; \"fits\" and \"cells\": the part of the rows (docs/planning.md).",
+      "|predicted / published - 1|; \"fits\" and \"cells\": the part of the rows "
+      "(docs/planning_reference.md).",
       columns, errors);
   return report;
 }

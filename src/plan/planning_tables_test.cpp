@@ -1,4 +1,4 @@
-// The tables of docs/planning.md that the room's functions make, held to what stands there.
+// The tables of docs/planning_reference.md that the room's functions make, held to what stands there.
 // tools/planning_tables.py writes them: it runs these tests with ISOGRAD_WRITE_TABLES=1.
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -326,7 +326,8 @@ const Law* law_named(const std::vector<Law>& laws, const std::string& name) {
 }
 
 // N* = the largest number of ranks with alpha_in (N - hosts) + alpha_net (hosts - 1) + bytes / beta <=
-// forward, with NCCL's latencies, half of the peak and 8 x 50 GB/s x 0.9: the table of docs/planning.md.
+// forward, with NCCL's latencies, half of the peak and 8 x 50 GB/s x 0.9: the table of
+// docs/planning_reference.md.
 TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
   struct Row {
     std::int64_t hidden, heads, feed_forward, sequence, micro_batch, most;

@@ -40,7 +40,7 @@ class Network {
   // bandwidth; an all-reduce takes a tree where that is faster. A calibration of this operation on this
   // number of ranks within one host replaces the formula.
   double seconds(Operation operation, double bytes, const Reach& reach) const;
-  // The two parts of seconds(), for the laws of docs/planning.md.
+  // The two parts of seconds(), for the laws of docs/planning_reference.md.
   struct Cost {
     double latency = 0, transfer = 0;
     Origin origin = Origin::kDataSheet;  // of the link that limits it

@@ -88,7 +88,7 @@ struct Errors {
 // and the errors of the larger ones.
 std::vector<Errors> validate_scaling(const std::vector<PublishedRow>& rows);
 std::vector<Errors> validate(const std::vector<PublishedRow>& rows);
-// Both as the table of docs/planning.md: the heading alone where no row can be predicted.
+// Both as the table of docs/planning_reference.md: the heading alone where no row can be predicted.
 std::vector<std::vector<std::string>> errors_table(const std::vector<PublishedRow>& rows);
 
 }  // namespace isograd::planner
