@@ -1,7 +1,7 @@
 """One document over several ranks in PyTorch, the peer of `isograd bench context --peer`.
 
-torch.distributed.tensor.experimental.context_parallel does not run on the CPU (docs/context-parallelism.md has its
-error): it knows ring attention for three CUDA kernels alone. Its ring itself, the loops that pass keys and values on and
+torch.distributed.tensor.experimental.context_parallel does not run on the CPU (it ends in an
+error): it has ring attention for three CUDA kernels alone. Its ring itself, the loops that pass keys and values on and
 merge parts by log-sum-exp, takes any kernel; here it is given the CPU's flash attention, over Gloo, with its own
 balanced placement (each rank has the r-th and the r-th last of 2R chunks).
 
