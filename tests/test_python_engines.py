@@ -164,7 +164,7 @@ def test_slices_that_three_ranks_cut(libraries):
 
 def test_the_guide_says_what_is_compared():
     """Each engine of the adapters' tables has a row."""
-    table = (ROOT / "docs/python_prove.md").read_text().split("## Engines\n")[1].split("\n## ")[0]
+    table = (ROOT / "docs/watch.md").read_text().split("## Engines\n")[1].split("\n## ")[0]
     source = (ROOT / "python/isograd/_engines.py").read_text()
     titles = re.findall(r'title(?:, \w+)* = "(\w+)"', source) + re.findall(r'"(Meg[\w-]+|Horovod|Col[\w-]+|FairScale)"', source)
     assert len(titles) >= 7 and [title for title in titles if title not in table] == []

@@ -113,15 +113,6 @@ def test_all_other_trainers_are_judged_rightly(watched):
     assert (alarms, missed, wrongly) == ([], [], {})
 
 
-def test_the_guide_lists_what_was_tried():
-    """docs/python_prove.md has a row for each mistake, with its name, and the right ones in their order."""
-    guide = (ROOT / "docs/python_prove.md").read_text()
-    table = guide.split("<!-- trials -->\n")[1].split("\n\n")[0].splitlines()[2:]
-    assert [tuple(re.findall(r"`(\w+)`", row)) for row in table] == list(MISTAKES.items())
-    right, = re.findall(r"<!-- right -->\n(.*?)\n(?:\n|$)", guide, re.S)
-    assert re.findall(r"`(\w+)`", right) == RIGHT
-
-
 @pytest.fixture(scope="module")
 def changed(warm, tmp_path_factory):
     """By mistake of python_package/changed.py what the verdict says, and then that of the step in which it was followed."""
@@ -736,7 +727,7 @@ WHOLE = {
     "weighted_right": [], "weighted_by_rank": ["mean_of_rank_means"],
     "confident_right": [], "confident_by_rank": ["mean_of_rank_means"]}
 E1 = 1e-10  # of the whole gradient (DESIGN.md)
-E2 = 32 * 2**-24  # the same in fp32 (docs/verify.md)
+E2 = 32 * 2**-24  # the same in fp32 (docs/bounds.md)
 
 
 @pytest.fixture(scope="module")
@@ -865,7 +856,7 @@ def test_open_clip_as_it_comes_halves_its_towers_on_two_ranks(contrastive):
 
 
 def test_the_guide_lists_the_settings_of_libraries():
-    table = (ROOT / "docs/python_prove.md").read_text().split("<!-- libraries -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    table = (ROOT / "docs/trials.md").read_text().split("<!-- libraries -->\n")[1].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
     assert [(name.replace("`", ""), re.findall(r"`(\w+)`", said)) for name, said in cells] == list(LIBRARIES.items())
     assert all((said == "PASS") == (not LIBRARIES[name.replace("`", "")]) for name, said in cells)

@@ -55,9 +55,9 @@ def test_a_public_trainer_is_judged(judged, cell):
 
 
 def test_the_page_says_the_same():
-    """docs/trainers.md has every trainer of the table with as many equal cells as its rows say, and the cells of these tests as they
+    """docs/trials.md has every trainer of the table with as many equal cells as its rows say, and the cells of these tests as they
     are judged: equal where they pass, else with the name."""
-    page = (ROOT / "docs/trainers.md").read_text()
+    page = (ROOT / "docs/trials.md").read_text()
     rows = {}
     for line in page.split("\n## Causes\n")[0].splitlines():
         if line.startswith("| `"):
@@ -237,6 +237,6 @@ def test_every_case_of_fine_tuning_is_listed(fine_tuning):
 
 
 def test_the_guide_says_how_libraries_differ_from_one_device():
-    table = (ROOT / "docs/python_prove.md").read_text().split("<!-- fine-tuning -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    table = (ROOT / "docs/trials.md").read_text().split("<!-- fine-tuning -->\n")[1].split("\n\n")[0].splitlines()[2:]
     names = ("experts_balanced_by_micro_batch", "experts_of_transformers", "dpo_and_sft", "reward_sampler_pads")
     assert [re.findall(r"`(\w+)`", row.split("|")[2])[:1] for row in table] == [FINE_TUNING[name] for name in names]

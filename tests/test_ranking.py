@@ -1,7 +1,7 @@
 """Our ranking and imbalance losses compared with those of the package imbalanced-losses, on one process.
 
 Random inputs with ties, ignored rows, empty classes, flags, weights and queues over 50 steps: values and gradients in
-fp32, without what docs/ranking.md lists as wrong in the package, or as meant otherwise.
+fp32, without what docs/losses_reference.md lists as wrong in the package, or as meant otherwise.
 """
 import itertools
 import json
@@ -157,7 +157,7 @@ def test_ranking_losses_with_a_queue_over_many_steps(tmp_path, classes):
     for number, ((loss, options), weights) in enumerate(itertools.product(options_of_ranking(), (False, True))):
         if not FULL and number // 4 % 2 != weights:  # by turns
             continue
-        # No ignored rows and no batch as large as the queue: the package treats both otherwise (docs/ranking.md).
+        # No ignored rows and no batch as large as the queue: the package treats both otherwise (docs/losses_reference.md).
         steps = [make_step(rng, int(rows), classes, ties=True, ignored=False, empty_class=False,
                            weights=weights and number % 3 > 0, iid=True)
                  for number, rows in enumerate(rng.integers(1, 12, STEPS_WITH_QUEUE))]

@@ -1,4 +1,4 @@
-"""Writes one step of any trainer for `isograd compare` (docs/verify.md has the format)."""
+"""Writes one step of any trainer for `isograd compare` (docs/dump.md has the format)."""
 import json
 import math
 import os

@@ -111,7 +111,7 @@ struct RowLossResult {
 };
 // The rows' log-probabilities are those of softmax(hidden · weightᵀ + scale (hidden · aᵀ) bᵀ), hidden [T, H],
 // weight [V, H]; `update`: null or an adapter's of the head. Logits are made a tile at a time; formulas in
-// docs/losses.md.
+// docs/losses_reference.md.
 struct LowRankUpdate {
   at::Tensor a, b;  // [r, H], [V, r]
   double scale = 1;

@@ -120,7 +120,7 @@ struct StepDump {
   std::vector<std::vector<Named>> shares{};
 };
 
-// Writes a directory (docs/verify.md). Replaces an earlier dump; ConfigError for any other directory.
+// Writes a directory (docs/dump.md). Replaces an earlier dump; ConfigError for any other directory.
 void write_dump(const StepDump& dump, const std::filesystem::path& directory);
 
 // Reads tensors as fp64, in the recorded order, else by name. ConfigError names the file and the key.

@@ -31,7 +31,7 @@ Gradients = Mapping[str, torch.Tensor]
 LARGEST_SHARES = 1 << 30  # bytes of all micro-batches' gradients; above it only their sum is kept
 MOST_DRAWS = 16  # as `isograd verify` makes
 FEWEST_DRAWS = 4  # after which a gradient that has moved by no more than smooth ones is a smooth one
-SMOOTH = 256.0  # units that a parameter's gradient may be off by where nothing jumps (docs/verify.md)
+SMOOTH = 256.0  # units that a parameter's gradient may be off by where nothing jumps (docs/bounds.md)
 SMOOTH_WHOLE = 32.0  # the same of the whole gradient
 FLOOR = 32.0  # of a parameter with less gradient than a part of the root mean square of all: of that part
 MEANS = ("token", "sample", "weighted", "batch")
@@ -498,7 +498,7 @@ class _RoundedAtRandom(TorchDispatchMode):
 
 def measure_rounding(model: nn.Module, step: Callable[[nn.Module, torch.dtype], Gradients], precision: torch.dtype, found: Gradients,
                      right: Gradients) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Fields of dumps (docs/verify.md): (moves and scale_moves of the reference, rounding and scale_rounding of one process), from as
+    """Fields of dumps (docs/dump.md): (moves and scale_moves of the reference, rounding and scale_rounding of one process), from as
     many draws as it takes to cover `found`, at most MOST_DRAWS; None: these are as of any loss, and change no bound.
 
     found, right: the run's gradient and that of one process in fp64.

@@ -82,7 +82,7 @@ class Verdict:
 
 def compare(run: dict[str, Any], reference: dict[str, Any], alone: dict[str, Any] | None, report: str | None,
             folder: str | None) -> Verdict:
-    """The verdict of `isograd compare`. Keys are those of step.json (docs/verify.md), and tensors by name."""
+    """The verdict of `isograd compare`. Keys are those of step.json (docs/dump.md), and tensors by name."""
     try:
         passed, text, said = _compare(run, reference, alone, report, folder)
         return Verdict(passed, text, json.loads(said))
@@ -144,7 +144,7 @@ class watch:
     later:         optimizers that hold parameters of the model and step outside the block: nothing is proven of these.
     max_norm:      what the step clips to, where it clips with its own code: PyTorch's and isograd's clipping is seen.
     gradient:      gradient(name, parameter) -> its gradient, where that is in buffers of your own; None: in `.grad`, or where
-                   an engine that is known has it (docs/python_prove.md).
+                   an engine that is known has it (docs/watch.md).
     precision:     "fp32", "bf16", ...; None: that of the parameters, of autocast or of FSDP's policy.
     reference:     the type of the reference; torch.float64 finds most.
     alone:         also make the step on one process in the run's precision: a sharper bound.
@@ -362,7 +362,7 @@ class watch:
             refuse(_WHERE, missing, "a block that ends with the update", "Put all micro-batches of one update into the block")
         if all(one["nothing"] for one in everyone) and "moved" in (state for one in everyone for state in one["states"].values()):
             refuse(_WHERE, "no gradient in `.grad` of any parameter, and parameters that were updated all the same", "gradients where it "
-                   "looks (docs/python_prove.md#engines)", "Give gradient=lambda name, parameter: (its gradient, reduced)")
+                   "looks (docs/watch.md#engines)", "Give gradient=lambda name, parameter: (its gradient, reduced)")
         views = [{"initial": list(one["initial"].values()), "gradients": list(one["gradients"].values()),
                   **{key: one[key] for key in ("norm", "logged_norm", "owned_norm")}} for one in everyone]
         ends = [list(one["taken"].values()) for one in everyone]

@@ -35,7 +35,7 @@ std::vector<std::uint64_t> checksums(const py::dict& of, const char* key) {
   return result;
 }
 
-// The keys are those of step.json (docs/verify.md), and tensors by name.
+// The keys are those of step.json (docs/dump.md), and tensors by name.
 StepDump dump_of(const py::dict& step) {
   StepDump dump;
   const auto number = [&](const py::dict& of, const char* key, const std::string& path) {

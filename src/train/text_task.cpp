@@ -372,8 +372,8 @@ ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
 
 bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
                 std::size_t element_bytes) {
-  // Unfused, the loss takes twice the memory of the logits; making them is 7 to 25 % faster (docs/losses.md),
-  // so they are made until that memory is some hundred MiB.
+  // Unfused, the loss takes twice the memory of the logits; making them is 7 to 25 % faster
+  // (docs/losses_reference.md), so they are made until that memory is some hundred MiB.
   constexpr std::size_t kLargeLogits = std::size_t{256} << 20;
   if (config.loss.fused != "auto") return config.loss.fused == "on";
   return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(vocabulary) * element_bytes >

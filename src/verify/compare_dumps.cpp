@@ -195,7 +195,7 @@ void expect_scale(const StepDump& dump, const std::string& name) {
   if (dump.scale_moves > most * (1 + 1e-6))
     refuse(name + ": \"scale_moves\"", fmt::format("{:.3g}", dump.scale_moves),
            fmt::format("at most {:.3g}, the norm of all \"moves\" by that of the gradient", most),
-           "Record both of the same steps (docs/verify.md, losses that jump), or neither");
+           "Record both of the same steps (docs/bounds.md, losses that jump), or neither");
 }
 
 // `--alone` must be the same step, in A's precision, and right within what rounding does to any.
@@ -302,7 +302,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
         "the right gradient itself moves, by up to {:.2g} of a parameter's scale and {:.2g} in the scale of "
         "the whole, where numbers move by what rounding in {} is worth, as where a derivative jumps or one "
         "badly conditioned number multiplies all of it: no run in {} is sure of it, and what is smaller does "
-        "not show (a run in fp64 tells; docs/verify.md, losses that jump)",
+        "not show (a run in fp64 tells; docs/bounds.md, losses that jump)",
         moved, expected.scale_moves, precision, precision));
   const auto terms = terms_of(pair.found), their_terms = terms_of(expected);
   const auto in_both = [&](const std::string& term) { return contains(their_terms, term); };
@@ -371,7 +371,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     result.notices.push_back(fmt::format(
         "where the derivative of the loss jumps, or a badly conditioned number multiplies it, rounding in {} "
         "alone makes it another one, and no bound on rounding holds: compare a run in fp64, or record "
-        "\"moves\" and \"scale_moves\" (docs/verify.md, losses that jump)",
+        "\"moves\" and \"scale_moves\" (docs/bounds.md, losses that jump)",
         precision));
   layout.passed = verdict.passed;
   verdict.layouts.push_back(std::move(layout));
@@ -380,7 +380,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     if (std::ranges::any_of(result.findings, unknown))
       result.notices.push_back(
           names.expected +
-          " holds no shares of ranks and micro-batches; with them wrong weights can be named (docs/verify.md)");
+          " holds no shares of ranks and micro-batches; with them wrong weights can be named (docs/dump.md)");
     else if (verdict.passed && !one.allowance().exact)
       result.notices.push_back(
           fmt::format("{} holds no shares of ranks and micro-batches: weights of theirs that move the "

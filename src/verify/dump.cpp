@@ -90,7 +90,7 @@ constexpr std::int64_t kMostRanks = 1 << 20;
 
 [[noreturn]] void refuse_dump(const std::string& where, const std::string& found,
                               const std::string& expected) {
-  refuse(where, found, expected, "Write the dump again as docs/verify.md says");
+  refuse(where, found, expected, "Write the dump again as docs/dump.md says");
 }
 
 class StepReader {
@@ -433,7 +433,7 @@ StepDump read_dump(const fs::path& directory) {
   if (!fs::is_directory(directory))
     refuse(directory.string(), fs::exists(directory) ? "no folder" : "no such folder",
            fmt::format("a dump: a folder with {} and {}", kGradients, kStep),
-           "Name the folder that the trainer wrote (docs/verify.md)");
+           "Name the folder that the trainer wrote (docs/dump.md)");
   StepReader reader(directory / kStep);
   StepDump dump = reader.read();
   dump.gradients = read_gradients(directory / kGradients, reader.order(), &dump.precision);

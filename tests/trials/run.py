@@ -1,4 +1,4 @@
-"""python run.py [CELL ...] [--json FILE]: which steps of public trainers equal one device (docs/trainers.md).
+"""python run.py [CELL ...] [--json FILE]: which steps of public trainers equal one device (docs/trials.md).
 
 Without a name every cell. A cell is TRAINER-RANKS-ACCUMULATION-DATA-WRAP, transformers-2-4-padded-DDP, or `losses` and `deepspeed`, each
 a program with many settings; --list names them. One whose packages are not installed says so, and the status is not 0.
@@ -122,7 +122,7 @@ def as_text(said):
 def tables(said):
     """The page's two tables: how many cells of each trainer are equal; and the rows of documents and wraps in which one is not, those
     that are the same in one."""
-    counts = ["| trainer | | equal cells |", "|---|---|---|"]
+    counts = ["| trainer | loop or model | equal cells |", "|---|---|---|"]
     columns = [(ranks, accumulation) for ranks in (1, 2) for accumulation in (1, 4)]
     rows = {}  # by what the cells say
     for name, trainer in TRAINERS.items():

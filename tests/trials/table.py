@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 
 MICRO_BATCH = 2  # documents; one where `data` is "uneven"
-DATA = ("even", "padded", "packed", "uneven", "remainder")  # what a micro-batch is made of: docs/trainers.md
+DATA = ("even", "padded", "packed", "uneven", "remainder")  # what a micro-batch is made of: docs/trials.md
 ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 

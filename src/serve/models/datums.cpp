@@ -18,7 +18,7 @@ constexpr const char* kTargets = "target_tokens";
 constexpr const char* kWeights = "weights";
 constexpr const char* kMask = "sequence_ratio_mask";
 
-// A loss by the name of the wire (docs/losses.md has the formulas).
+// A loss by the name of the wire (docs/losses_reference.md has the formulas).
 struct LossKind {
   const char* name;
   RowLoss loss;
