@@ -158,6 +158,31 @@ def test_every_page_is_on_the_map():
     assert {path.name for path in ROOT.glob("docs/*.md")} - {"README.md"} == named
 
 
+def count_of_words(markdown):
+    """Outside code and comments; those of tables count, and what has no letter or digit does not."""
+    prose = re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", markdown, flags=re.M | re.S)
+    return sum(re.search(r"\w", word) is not None for word in prose.split())
+
+
+def pages_outside_reference():
+    """The pages of docs/ that a section of the map other than Reference names, and the map."""
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/README.md").read_text(), re.M | re.S))
+    assert "Reference" in sections and len(sections) >= 4
+    others = "".join(text for name, text in sections.items() if name != "Reference")
+    return ["README.md", *sorted(set(re.findall(r"\]\((\w[\w-]*\.md)", others)))]
+
+
+@pytest.mark.parametrize("page", pages_outside_reference())
+def test_a_page_outside_reference_is_short(page):
+    count = count_of_words((ROOT / "docs" / page).read_text())
+    assert count <= 1500, f"docs/{page}: {count} words, at most 1,500. Cut, or move tables to a page under Reference of docs/README.md"
+
+
+def test_words_are_those_outside_code():
+    assert count_of_words("# One two\n<!-- no: no -->\n```bash\nno no\n```\n| three | 4 |\n|---|---|\n- five · six\n") == 6
+    assert count_of_words("word " * 1501) == 1501
+
+
 @pytest.mark.full
 def test_the_site_is_built_and_can_be_searched(tmp_path):
     done = subprocess.run([ROOT / "dev", "docs", tmp_path / "site"], capture_output=True, text=True, timeout=600)
