@@ -231,7 +231,7 @@ TEST(Parity, DoesNotDependOnWhoHoldsASample) {
   EXPECT_LT(toy::worst_error(run_step(alone).gradients[0], wanted), 1e-12);
 }
 
-// Two ranks with 900 and 100 targets, losses 1 and 11 each: token mean 2, mean of means 6 (losses.md §9).
+// Two ranks with 900 and 100 targets, losses 1 and 11 each: token mean 2, mean of means 6.
 TEST(Parity, NineHundredAndOneHundredTargets) {
   const auto loss_with = [](auto mean) {
     double loss = 0;
