@@ -68,6 +68,13 @@ def test_nothing_that_is_installed_needs_the_clone(prefix, project):
     assert (share / "LICENSE").exists() and (share / "docs/README.md").exists() and (share / "examples/first_light.toml").exists()
 
 
+def test_shells_and_man_find_their_files(prefix):
+    share = prefix / "share"
+    for place, words in {"bash-completion/completions/isograd": ["completions", "bash"], "zsh/site-functions/_isograd": ["completions", "zsh"],
+                         "fish/vendor_completions.d/isograd.fish": ["completions", "fish"], "man/man1/isograd.1": ["help", "--man"]}.items():
+        assert (share / place).read_text() == run(prefix / "bin/isograd", *words) != "", place
+
+
 def test_pkg_config_gives_what_a_program_needs(prefix, tmp_path):
     program = """#include <ATen/ATen.h>
 #include <isograd/world.hpp>

@@ -26,9 +26,7 @@ Verb add_verb(CLI::App& bench, const BenchVerb& row) {
                 add_option(*verb, option.name, value, option.about, option.type, option.least, option.most);
             if (option.name == "--json") takes_json(added);
             if (option.name == "--strategy") names_strategy(added);
-            if (!option.choices.empty())
-              added->check(option.lists_choices ? CLI::IsMember(option.choices)
-                                                : CLI::IsMember(option.choices).description(""));
+            if (!option.choices.empty()) is_one_of(added, option.choices, option.lists_choices);
           }
         },
         option.value);
@@ -55,9 +53,9 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
   CLI::App* bench = program.add_subcommand("bench", "Compare speeds with PyTorch on this machine");
   bench->require_subcommand(1);
   const auto level = std::make_shared<std::string>();
-  bench->add_option("--as", *level, "hold all sides to these instructions; may follow the verb")
-      ->type_name("LEVEL")
-      ->check(CLI::IsMember(processor_levels()));
+  is_one_of(bench->add_option("--as", *level, "hold all sides to these instructions; may follow the verb")
+                ->type_name("LEVEL"),
+            processor_levels());
   std::vector<Verb> verbs;
   for (const BenchVerb& row : bench_table()) {
     verbs.push_back(add_verb(*bench, row));

@@ -92,8 +92,9 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       ->required();
   add_option(*packing, "--out", pack_flags->out, "folder for the shards, without other shards", "DIR")
       ->required();
-  add_option(*packing, "--tokenizer", pack_flags->tokenizer,
-             "\"bytes\", a SentencePiece model file or a tokenizer.json", "FILE");
+  offers(add_option(*packing, "--tokenizer", pack_flags->tokenizer,
+                    "\"bytes\", a SentencePiece model file or a tokenizer.json", "FILE"),
+         {"bytes", "<files>"});
   add_option(*packing, "--shard-tokens", pack_flags->corpus.shard_tokens, "most tokens of a shard", "N", 1,
              0x1p40);
   packing->add_flag_callback(
@@ -120,8 +121,9 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       ->needs("--step");
   add_option(*showing, "--documents", show_flags->documents, "number of first documents that are shown", "N",
              0, 0x1p30);
-  add_option(*showing, "--tokenizer", show_flags->tokenizer,
-             "decodes them: \"bytes\", a SentencePiece model file or a tokenizer.json", "FILE");
+  offers(add_option(*showing, "--tokenizer", show_flags->tokenizer,
+                    "decodes them: \"bytes\", a SentencePiece model file or a tokenizer.json", "FILE"),
+         {"bytes", "<files>"});
   add_option(*showing, "--end-of-text", show_flags->end_of_text,
              "delimits documents in shards of llm.c and nanoGPT", "TOKEN");
   showing->footer(

@@ -21,8 +21,9 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
   verb->add_flag("--prefix", flags->prefix, "put \"[rank] \" before each line that a rank prints");
   add_option(*verb, "--grace", flags->grace,
              "seconds for the others to end by themselves when one has failed (shm)", "S", 0.0, 1e6);
-  add_option(*verb, "--backend", flags->backend,
-             "backend of the ranks: shm or nccl (started here), mpi or shm+mpi (by mpirun)", "NAME");
+  offers(add_option(*verb, "--backend", flags->backend,
+                    "backend of the ranks: shm or nccl (started here), mpi or shm+mpi (by mpirun)", "NAME"),
+         backends());
   verb->footer(fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
                "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
                "which\n"

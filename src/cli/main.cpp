@@ -179,8 +179,12 @@ void require_output() {
 Verb help_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("help", "Print the help of a verb");
   const auto words = std::make_shared<std::vector<std::string>>();
-  verb->add_option("VERB", *words, "as in isograd help data pack; unless given, the help of isograd");
-  const auto action = [&program, words] {
+  const auto man = std::make_shared<bool>();
+  offers(verb->add_option("VERB", *words, "as in isograd help data pack; unless given, the help of isograd"),
+         verbs_of(program));
+  verb->add_flag("--man", *man, "all verbs as a page for man: isograd help --man | man -l -");
+  const auto action = [&program, words, man] {
+    if (*man) return print(stdout, man_page(program)), 0;
     const CLI::App* app = &program;
     for (const std::string& word : *words) {
       const std::vector<std::string> verbs = verbs_of(*app);
@@ -206,11 +210,12 @@ void add_output_flags(CLI::App& app) {
   grouped(app.add_flag("-v,--verbose", printing().verbose,
                        "a line for each step or part, in place of one that is redrawn"))
       ->excludes(quiet);
-  grouped(app.add_option("--color", printing().colour,
-                         "PASS green and FAIL red: auto (on a terminal, without NO_COLOR), always, never"))
-      ->type_name("WHEN")
-      ->take_last()
-      ->check(CLI::IsMember({"auto", "always", "never"}).description(""));
+  is_one_of(grouped(app.add_option(
+                        "--color", printing().colour,
+                        "PASS green and FAIL red: auto (on a terminal, without NO_COLOR), always, never"))
+                ->type_name("WHEN")
+                ->take_last(),
+            {"auto", "always", "never"}, /*in_help=*/false);
   for (CLI::App* verb : app.get_subcommands([](const CLI::App*) { return true; })) add_output_flags(*verb);
 }
 
@@ -235,9 +240,10 @@ int run(int argc, char** argv) {
                              plan_verb(program),
                              serve_verb(program, invocation),
                              launch_verb(program, invocation),
-                             help_verb(program)};
+                             completions_verb(program)};
   for (auto& more : {data_verbs(program), bench_verbs(program, invocation)})
     verbs.insert(verbs.end(), more.begin(), more.end());
+  verbs.push_back(help_verb(program));
   add_output_flags(program);
   try {
     std::vector<std::string> backwards(invocation.arguments.rbegin(), invocation.arguments.rend());

@@ -159,16 +159,19 @@ Verb plan_verb(CLI::App& program) {
     std::ranges::replace(name, '_', '-');
     add_option(*verb, name, flags->sizes[i], "of a model without a file", "N");
   }
-  add_option(*verb, "--cluster", flags->cluster,
-             "TOML, a name of the table (h100, ...), or here: isograd calibrate's", "CLUSTER");
+  std::vector<std::string> clusters = planner::built_in_clusters();
+  clusters.insert(clusters.end(), {"here", "<files>"});
+  offers(add_option(*verb, "--cluster", flags->cluster,
+                    "TOML, a name of the table (h100, ...), or here: isograd calibrate's", "CLUSTER"),
+         clusters);
   add_option(*verb, "--tokens", flags->tokens, "of the global batch: 4M; unless given, the TOML's", "N");
   add_option(*verb, "--seq", flags->sequence, "tokens of a sequence; unless given, the TOML's, or 4096", "N");
   add_option(*verb, "--gpus", flags->gpus, "devices of the cluster", "N");
-  add_option(*verb, "--dtype", flags->dtype, "unless given, the TOML's, or bfloat16", "NAME")
-      ->check(CLI::IsMember(std::vector<std::string>(std::begin(planner::kPrecisionNames),
-                                                     std::end(planner::kPrecisionNames))));
-  names_strategy(add_option(*verb, "--strategy", flags->strategy, "plan with this one alone", "NAME")
-                     ->check(CLI::IsMember({"bucketed", "zero1", "zero2", "zero3"})));
+  is_one_of(add_option(*verb, "--dtype", flags->dtype, "unless given, the TOML's, or bfloat16", "NAME"),
+            {std::begin(planner::kPrecisionNames), std::end(planner::kPrecisionNames)});
+  names_strategy(
+      is_one_of(add_option(*verb, "--strategy", flags->strategy, "plan with this one alone", "NAME"),
+                {std::begin(planner::kStrategyNames), std::end(planner::kStrategyNames)}));
   add_option(*verb, "--top", flags->top, "layouts that are shown", "N", 1, 1000);
   verb->add_flag("--scaling", flags->scaling,
                  "the same on up to 131072 devices as well; here: on up to all of its ranks");

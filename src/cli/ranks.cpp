@@ -6,6 +6,7 @@
 #include "base/output.hpp"
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
+#include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/rank_zero.hpp"
 
@@ -25,9 +26,16 @@ void add_run_flags(CLI::App& verb, RunFlags& flags) {
   add_option(verb, "--ranks", flags.ranks, "processes on this host; default 1", "N", 1, 4096);
   add_option(verb, "--set", flags.sets, "overrides the file, e.g. --set train.steps=50; may be repeated",
              "KEY=VALUE");
-  add_option(verb, "--device", flags.device, "device of a rank (parallel.device): cpu, cuda, auto", "NAME");
-  add_option(verb, "--backend", flags.backend,
-             "backend between ranks (parallel.backend): auto, shm, mpi, shm+mpi, nccl", "NAME");
+  const auto of_key = [](CLI::Option* option, const std::string& name) {
+    for (const ConfigKey& key : config_keys())
+      if (key.name == name) offers(option, key.allowed.choices);
+  };
+  of_key(add_option(verb, "--device", flags.device, "device of a rank (parallel.device): cpu, cuda, auto",
+                    "NAME"),
+         "parallel.device");
+  of_key(add_option(verb, "--backend", flags.backend,
+                    "backend between ranks (parallel.backend): auto, shm, mpi, shm+mpi, nccl", "NAME"),
+         "parallel.backend");
 }
 
 RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_sets) {

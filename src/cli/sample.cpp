@@ -125,9 +125,11 @@ Verb sample_verb(CLI::App& program) {
            ->capture_default_str());
   text(add_option(*verb, "--top-p", options.top_p, "only among the likeliest that make up this probability",
                   "P", 1e-9, 1));
-  text(add_option(*verb, "--tokenizer", flags->tokenizer,
-                  "\"bytes\", a SentencePiece model or a tokenizer.json; unless given, the one kept with it",
-                  "FILE"));
+  text(offers(
+      add_option(*verb, "--tokenizer", flags->tokenizer,
+                 "\"bytes\", a SentencePiece model or a tokenizer.json; unless given, the one kept with it",
+                 "FILE"),
+      {"bytes", "<files>"}));
   VideoSampleOptions& videos = flags->videos;
   const char* known = "; default: the most that the model was trained on";
   for (const auto& [name, number, about] :

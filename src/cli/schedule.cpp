@@ -77,7 +77,8 @@ int show(const ScheduleFlags& flags) {
 Verb schedule_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("schedule", "Draw a pipeline schedule");
   auto flags = std::make_shared<ScheduleFlags>();
-  add_option(*verb, "--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")));
+  offers(add_option(*verb, "--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", "))),
+         pipeline_schedules());
   add_option(*verb, "--stages", flags->stages, "of the model", "", 1, 4096);
   add_option(*verb, "--per-rank", flags->stages_of_rank,
              "stages on each rank; unless given 2 under\ninterleaved and zb-v, 1 otherwise", "", 1, 4096);

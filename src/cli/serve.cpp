@@ -285,15 +285,19 @@ Verb serve_verb(CLI::App& program, const Invocation& invocation) {
   add_option(*verb, "--port", flags->http.port, "0: any free one", "N", 0, 65535);
   add_option(*verb, "--keys", flags->keys, "file of API keys, made by `isograd serve key`", "FILE");
   verb->add_flag("--insecure", flags->insecure, "let anybody in who reaches --host");
-  add_option(*verb, "--dtype", flags->dtype, "of weights and computing: float32, float64 or bfloat16", "TYPE")
-      ->check(CLI::IsMember({"float32", "float64", "bfloat16"}));
+  is_one_of(add_option(*verb, "--dtype", flags->dtype,
+                       "of weights and computing: float32, float64 or bfloat16", "TYPE"),
+            {"float32", "float64", "bfloat16"});
   verb->add_flag("--sync", flags->sync, "survive power cuts, not only kills: an fsync before each answer");
   add_option(*verb, "--micro-batch-tokens", flags->micro_batch_tokens,
              "most tokens that a forward and backward sees", "N", 1, kMany);
   add_option(*verb, "--cache-megabytes", flags->cache_megabytes, "keys and values of each sampler", "N", 1,
              kMany);
-  add_option(*verb, "--limit", flags->limits, "a limit of each tenant, as in models=8; 0: none; repeatable",
-             "NAME=N");
+  std::vector<std::string> limits;
+  for (const auto& [name, most] : serve::kLimits) limits.push_back(name + "=");
+  offers(add_option(*verb, "--limit", flags->limits,
+                    "a limit of each tenant, as in models=8; 0: none; repeatable", "NAME=N"),
+         limits);
   add_option(*verb, "--client-config", flags->client_config,
              "options that tinker's client takes from its server, as JSON", "JSON");
   add_option(*verb, "--ranks", flags->run.ranks, "processes on this host that train together; default 1", "N",

@@ -75,6 +75,16 @@ inline CLI::Option* add_json(CLI::App& verb, std::string& json, const std::strin
   return takes_json(verb.add_option("--json", json, what + " as JSON; without FILE in place of the text"));
 }
 
+// The words that shells complete an option's value with (texts.cpp), of which "<files>" stands for files.
+CLI::Option* offers(CLI::Option* option, std::vector<std::string> words);
+
+// The value is one of these words. `in_help`: which lists them.
+inline CLI::Option* is_one_of(CLI::Option* option, const std::vector<std::string>& words,
+                              bool in_help = true) {
+  option->check(in_help ? CLI::IsMember(words) : CLI::IsMember(words).description(""));
+  return offers(option, words);
+}
+
 // A strategy's name, which may be another one's (strategy_of()). For an option with its own check.
 inline CLI::Option* names_strategy(CLI::Option* option) {
   return option->transform(CLI::Validator(
@@ -96,6 +106,10 @@ Verb layout_verb(CLI::App& program);
 Verb schedule_verb(CLI::App& program);
 Verb plan_verb(CLI::App& program);
 Verb serve_verb(CLI::App& program, const Invocation& invocation);
+Verb completions_verb(CLI::App& program);
+
+// All verbs of the program as a page for `man`, in its macros man(7).
+std::string man_page(const CLI::App& program);
 
 // ---- verbs that run on several ranks ----
 

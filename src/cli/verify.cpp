@@ -94,12 +94,16 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
   auto flags = std::make_shared<VerifyFlags>();
   add_run_flags(*verb, *flags);
   verb->get_option("CONFIG")->required(false);
-  add_option(*verb, "--layout", flags->layouts,
-             "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
-             ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all. The\n"
-             "configured strategy on other meshes of the ranks, which all runs too: meshes",
-             "NAME")
-      ->check(no_such_layout);
+  std::vector<std::string> layouts = strategy_names();
+  layouts.insert(layouts.end(), {kAllLayouts, kAllMeshes});
+  offers(
+      add_option(*verb, "--layout", flags->layouts,
+                 "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
+                 ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all. The\n"
+                 "configured strategy on other meshes of the ranks, which all runs too: meshes",
+                 "NAME")
+          ->check(no_such_layout),
+      layouts);
   add_json(*verb, flags->json, "the verdict");
   add_option(*verb, "--report", flags->report, "the verdict as a page goes here", "FILE.html");
   add_option(*verb, "--dump", flags->dump,
