@@ -9,7 +9,7 @@ import pytest
 from conftest import BINARY, BUILD, ROOT, isograd, ran, refused
 from run_files import text_tables, write_documents, write_run
 
-SIZES = "layers=2,hidden=64,heads=4,key_heads=2,vocabulary=258"
+SIZES = "layers=2,hidden=64,heads=4,key_value_heads=2,vocabulary=258"
 CLUSTER = """[cluster]
 name = "two cores"
 devices = {devices}
@@ -69,8 +69,11 @@ def test_models_may_be_a_file_a_folder_or_sizes(config, cluster, tmp_path):
     (tmp_path / "hub/config.json").write_text(json.dumps(hub))
     more = ["--cluster", cluster, "--tokens", "64k", "--seq", 512, "--dtype", "float32"]
     from_folder, from_text = planned(tmp_path / "hub", *more), planned(SIZES + ",feed_forward=256", *more)
-    from_flags = planned("--layers", 2, "--hidden", 64, "--heads", 4, "--key-heads", 2, "--vocabulary", 258, "--feed-forward", 256, *more)
+    from_flags = planned("--layers", 2, "--hidden", 64, "--heads", 4, "--key-value-heads", 2, "--vocabulary", 258, "--feed-forward", 256, *more)
     assert from_text == from_flags and from_text["top"] == from_folder["top"]
+    older = SIZES.replace("key_value_heads", "key_heads")  # its earlier name
+    assert older != SIZES and planned(older + ",feed_forward=256", *more) == from_text and from_text["model"]["key_value_heads"] == 2
+    assert planned("--layers", 2, "--hidden", 64, "--heads", 4, "--key-heads", 2, "--vocabulary", 258, "--feed-forward", 256, *more) == from_text
     assert from_text["work"] == {"tokens": 65536, "sequence": 512, "samples": 128, "precision": "float32", "fp32_gradients": True,
                                  "states": 2, "documents": 0}
     from_file = planned(config, "--cluster", cluster)
@@ -105,7 +108,7 @@ def test_more_devices_than_sequences_have_three_ways_out(cluster):
 
 @pytest.mark.parametrize("gpus", [24000, 120, 8 * 3001])
 def test_odd_numbers_of_devices_have_a_plan(gpus):
-    found = planned("layers=32,hidden=4096,heads=32,key_heads=8", "--cluster", "h100", "--gpus", gpus, "--tokens", "16M")
+    found = planned("layers=32,hidden=4096,heads=32,key_value_heads=8", "--cluster", "h100", "--gpus", gpus, "--tokens", "16M")
     assert found["top"] and found["top"][0]["candidate"]["ranks"] <= gpus
 
 
@@ -116,7 +119,7 @@ def test_a_prime_number_of_devices_uses_those_it_can(tmp_path):
 
 
 def test_where_nothing_fits_the_nearest_is_named():
-    done = isograd("plan", "layers=126,hidden=16384,heads=128,key_heads=8,feed_forward=53248,vocabulary=128256", "--cluster", "h100",
+    done = isograd("plan", "layers=126,hidden=16384,heads=128,key_value_heads=8,feed_forward=53248,vocabulary=128256", "--cluster", "h100",
                    "--gpus", 8, "--tokens", "1M", status=1)
     assert "No layout fits: " in done.stdout and "lacks" in done.stdout and "GiB" in done.stdout and "The nearest" in done.stdout
     huge = isograd("plan", "layers=2,hidden=262144,heads=1024,vocabulary=32000", "--cluster", "tpu-v5e", "--gpus", 8, "--tokens", "1M", status=1)
@@ -235,6 +238,8 @@ REFUSED = [
     (f"layers=0,hidden=64,heads=4 {H100}", "layers"),
     (f"layers=2,hidden=-64,heads=4 {H100}", "hidden"),
     (f"layers=2,hidden=nan,heads=4 {H100}", "hidden"),
+    (f"layers=2,hidden=64,heads=4,n_kv_heads=2 {H100}", 'Did you mean "key_value_heads"?'),
+    (f"layers=2,hidden=64,heads=4,key_value_heads=2,key_heads=2 {H100}", "twice"),
     (f"layers=99999,hidden=16777216,heads=4,feed_forward=16777216 {H100}", "parameters"),
     (f"nowhere.toml {H100}", "nowhere.toml"),
     (f"{SIZES} --cluster h100 --tokens 0", "tokens", "above 0"),
@@ -357,7 +362,7 @@ def test_the_header_needs_no_libtorch(tmp_path):
 def test_from_python(installed, cluster, tmp_path):
     script = f"""
 import json, isograd, isograd.planning
-found = isograd.planning.plan({{"layers": 2, "hidden": 64, "heads": 4, "key_heads": 2, "vocabulary": 258}}, {str(cluster)!r}, tokens=65536,
+found = isograd.planning.plan({{"layers": 2, "hidden": 64, "heads": 4, "key_value_heads": 2, "vocabulary": 258}}, {str(cluster)!r}, tokens=65536,
                               sequence=512, dtype="float32", write={str(tmp_path / 'best.toml')!r})
 try:
     isograd.planning.plan("nowhere", "h100", tokens=1 << 20)

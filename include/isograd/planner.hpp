@@ -45,7 +45,7 @@ std::string_view name_of(Origin origin);
 // A decoder as numbers. isograd trains those with `gated`; others can be planned, not written.
 struct ModelShape {
   std::string name{}, family = "llama";
-  std::int64_t layers = 0, hidden = 0, heads = 0, key_heads = 0, head_dim = 0, feed_forward = 0,
+  std::int64_t layers = 0, hidden = 0, heads = 0, key_value_heads = 0, head_dim = 0, feed_forward = 0,
                vocabulary = 0;
   bool gated = true;  // three matrices of the feed-forward network, not two
   bool tied_output = false, attention_bias = false, output_bias = false, mlp_bias = false,

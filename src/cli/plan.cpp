@@ -21,7 +21,7 @@ namespace isograd::planner {
 namespace {
 
 constexpr const char* kSizes[] = {
-    "layers",       "hidden",     "heads",   "key_heads",         "head_dim",
+    "layers",       "hidden",     "heads",   "key_value_heads",   "head_dim",
     "feed_forward", "vocabulary", "experts", "experts_per_token", "expert_feed_forward"};
 
 constexpr std::int64_t kMostScaling = 131072;
@@ -157,6 +157,7 @@ Verb plan_verb(CLI::App& program) {
   for (std::size_t i = 0; i < std::size(planner::kSizes); ++i) {
     std::string name = std::string("--") + planner::kSizes[i];
     std::ranges::replace(name, '_', '-');
+    if (name == "--key-value-heads") name += ",--key-heads";  // its name until 0.1.0
     add_option(*verb, name, flags->sizes[i], "of a model without a file", "N");
   }
   std::vector<std::string> clusters = planner::built_in_clusters();

@@ -266,7 +266,7 @@ ModelShape model_of(std::int64_t layers, std::int64_t hidden, std::int64_t heads
           .layers = layers,
           .hidden = hidden,
           .heads = heads,
-          .key_heads = heads,
+          .key_value_heads = heads,
           .head_dim = hidden / heads,
           .feed_forward = feed_forward,
           .vocabulary = 16};

@@ -20,6 +20,7 @@
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
+#include "train/other_names.hpp"
 #include "train/toml_file.hpp"
 
 namespace isograd::planner {
@@ -101,7 +102,11 @@ void check_positive(double value, double most, const std::string& where, const s
 
 [[noreturn]] void refuse_unknown(const std::string& where, const char* what, const std::string& name,
                                  const std::string& expected, const std::vector<std::string>& known) {
-  const auto near = nearest(name, known);
+  auto near = nearest(name, known);
+  if (const auto ours = our_key(name); ours && !near) {
+    const auto found = std::ranges::find(known, ours->substr(ours->rfind('.') + 1));
+    if (found != known.end()) near = *found;
+  }
   refuse(where, fmt::format("an unknown {} \"{}\"", what, name),
          fmt::format("{}{}", expected, fmt::join(known, ", ")),
          near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
@@ -155,7 +160,7 @@ Keys keys_of(ModelShape& of, std::int64_t& dense_layers) {
           {kMust, "layers", &of.layers, &kLayers},
           {kMust, "hidden", &of.hidden, &kSize},
           {kMust, "heads", &of.heads, &kSize},
-          {kMay, "key_heads", &of.key_heads, &kSize},
+          {kMay, "key_value_heads", &of.key_value_heads, &kSize},
           {kMay, "head_dim", &of.head_dim, &kSize},
           {kMay, "feed_forward", &of.feed_forward, &kSize},
           {kMay, "vocabulary", &of.vocabulary, &kRows},
@@ -451,9 +456,9 @@ void check(const Cluster& cluster) {
 void check(const ModelShape& model) {
   const ModelShape::Experts& experts = model.experts;
   check_section("", model, std::int64_t{0});
-  if (model.heads % model.key_heads != 0)
-    refuse("key_heads", std::to_string(model.key_heads), fmt::format("a divisor of heads, {}", model.heads),
-           "Correct one of them");
+  if (model.heads % model.key_value_heads != 0)
+    refuse("key_value_heads", std::to_string(model.key_value_heads),
+           fmt::format("a divisor of heads, {}", model.heads), "Correct one of them");
   if (experts.count != 0) {
     check(experts.per_token, {1, double(experts.count)}, "experts_per_token");
     check(experts.feed_forward, kSize, "expert_feed_forward");
@@ -591,7 +596,9 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
     if (equals == std::string::npos)
       refuse(where, part.empty() ? "nothing" : part, "key=number",
              "Write it as in layers=32,hidden=4096,heads=32");
-    const std::string key = part.substr(0, equals), value = part.substr(equals + 1);
+    std::string key = part.substr(0, equals);
+    const std::string value = part.substr(equals + 1);
+    if (key == "key_heads") key = "key_value_heads";  // its name until 0.1.0
     if (table.contains(key)) refuse(where + ": " + key, "the key twice", "each once", "Leave one out");
     if (const auto whole = number_in<std::int64_t>(value))
       table.insert(key, *whole);
@@ -605,7 +612,7 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
   std::int64_t dense_layers = 0;
   read(table, "model", where, keys_of(model, dense_layers));
 
-  if (model.key_heads == 0) model.key_heads = model.heads;
+  if (model.key_value_heads == 0) model.key_value_heads = model.heads;
   if (model.head_dim == 0 && model.heads > 0) {
     if (model.hidden % model.heads != 0)
       refuse(where + ": hidden", fmt::format("{} for {} heads", model.hidden, model.heads),

@@ -405,13 +405,13 @@ TEST_F(PlannerInputs, NothingOverflowsAtTheLargestSizes) {
 
 TEST_F(PlannerInputs, AModelIsReadFromNumbers) {
   const ModelShape llama = parse_model(
-      "layers=32, hidden=4096, heads=32, key_heads=8, feed_forward=14336, vocabulary=128256", "x");
+      "layers=32, hidden=4096, heads=32, key_value_heads=8, feed_forward=14336, vocabulary=128256", "x");
   EXPECT_EQ(llama.parameters(), 8030261248.0);
   const ModelShape derived = parse_model("layers=32,hidden=4096,heads=32", "x");  // Llama 1 and 2
   EXPECT_EQ(derived.feed_forward, 11008);
   EXPECT_EQ(derived.parameters(), 6738415616.0);
   const ModelShape mixtral = parse_model(
-      "family=mixtral,layers=32,hidden=4096,heads=32,key_heads=8,feed_forward=14336,vocabulary=32000,experts=8,"
+      "family=mixtral,layers=32,hidden=4096,heads=32,key_value_heads=8,feed_forward=14336,vocabulary=32000,experts=8,"
       "experts_per_token=2,dense_layers=1",
       "x");
   EXPECT_EQ(mixtral.experts.feed_forward, 14336);
@@ -434,7 +434,7 @@ TEST_F(PlannerInputs, BadNumbersOfAModelAreRefused) {
       {"layers=2,layers=3,hidden=8,heads=2", "the key twice"},
       {"layrs=2,hidden=8,heads=2", "Did you mean \"layers\"?"},
       {"layers=2,hidden=8,heads=3", "a multiple of heads"},
-      {"layers=2,hidden=8,heads=2,key_heads=3", "a divisor of heads"},
+      {"layers=2,hidden=8,heads=2,key_value_heads=3", "a divisor of heads"},
       {"layers=2,hidden=8,heads=2,gated=maybe", "true or false"},
       {"layers=2,hidden=8,heads=2,experts=4", "experts_per_token"},
       {"layers=2,hidden=8,heads=2,experts=4,experts_per_token=5", "experts_per_token"},
@@ -455,7 +455,7 @@ TEST_F(PlannerInputs, AHuggingFaceModelIsReadByFolderAndByFile) {
   for (const fs::path& path : {fs::path(file), fs::path(file).parent_path()}) {
     const ModelShape model = read_model(path);
     EXPECT_EQ(model.name, "small");
-    EXPECT_EQ(model.key_heads, 2);
+    EXPECT_EQ(model.key_value_heads, 2);
     EXPECT_EQ(model.head_dim, 8);
   }
   // RoPE scaling changes no size.

@@ -27,7 +27,7 @@ static PlanJson or_null(const std::optional<T>& one) {
 JSON_OF(Estimate, value, low, high, origin)
 
 static void to_json(PlanJson& json, const ModelShape& one) {
-  FIELDS(name, family, layers, hidden, heads, key_heads, head_dim, feed_forward, vocabulary, gated);
+  FIELDS(name, family, layers, hidden, heads, key_value_heads, head_dim, feed_forward, vocabulary, gated);
   FIELDS(tied_output, attention_bias, output_bias, mlp_bias, query_key_norm);
   json["experts"] = one.experts.count, json["experts_per_token"] = one.experts.per_token;
   json["expert_feed_forward"] = one.experts.feed_forward;

@@ -263,7 +263,7 @@ class Laws {
       ModelShape wide = model;
       wide.hidden = hidden;
       for (std::int64_t* size :
-           {&wide.heads, &wide.key_heads, &wide.feed_forward, &wide.experts.feed_forward})
+           {&wide.heads, &wide.key_value_heads, &wide.feed_forward, &wide.experts.feed_forward})
         *size =
             std::max<std::int64_t>(1, std::llround(double(*size) * (double(hidden) / double(model.hidden))));
       const Problem other{wide,          problem_.cluster,   problem_.calibration,

@@ -46,9 +46,10 @@ std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int st
 }  // namespace
 
 // Along tp as rules_of() of parallel/tensor/cut.cpp cuts it.
-LayerElements elements_of(const ModelShape& model, std::int64_t key_heads, std::int64_t tp, bool mixture) {
+LayerElements elements_of(const ModelShape& model, std::int64_t key_value_heads, std::int64_t tp,
+                          bool mixture) {
   const double hidden = double(model.hidden), queries = double(most_of(model.heads, tp) * model.head_dim),
-               keys = double(key_heads * model.head_dim);
+               keys = double(key_value_heads * model.head_dim);
   const auto matrices = [&](std::int64_t width) {
     return (model.gated ? 3 : 2) * hidden * double(most_of(width, tp));
   };
@@ -72,7 +73,7 @@ std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int
   const ModelShape& model = problem.model;
   if (problem.program != Program::kIsograd) return stages_of_others(model, tp, stages);
   const DecoderConfig config = decoder_of(model);
-  const std::int64_t key_heads = key_heads_of(config, tp).kept;
+  const std::int64_t key_value_heads = key_heads_of(config, tp).kept;
   const std::int64_t table = most_of(model.vocabulary, tp) * model.hidden;
   std::vector<StageShape> shapes;
   for (const StageLayers& own : stage_layers(config, stages)) {
@@ -83,7 +84,7 @@ std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int
     shape.elements = shape.root;
     for (std::int64_t layer = own.begin; layer < own.begin + own.count; ++layer) {
       const bool mixture = model.has_experts(layer);
-      const LayerElements of = elements_of(model, key_heads, tp, mixture);
+      const LayerElements of = elements_of(model, key_value_heads, tp, mixture);
       const auto rest = std::int64_t(of.rest),
                  experts = most_of(model.experts.count, ep) * std::int64_t(of.expert);
       shape.elements += rest, shape.expert_elements += experts, shape.mixtures += mixture ? 1 : 0;

@@ -62,7 +62,8 @@ struct StageShape {
 struct LayerElements {
   double rest = 0, expert = 0;
 };
-LayerElements elements_of(const ModelShape& model, std::int64_t key_heads, std::int64_t tp, bool mixture);
+LayerElements elements_of(const ModelShape& model, std::int64_t key_value_heads, std::int64_t tp,
+                          bool mixture);
 
 // Stages 0 to stages - 1: the layers are those of stage_layers() (parallel/pipeline/stages.hpp).
 // Other programs': the output counts as vocabulary * hidden / (4 hidden^2 + 3 hidden * feed_forward) layers,

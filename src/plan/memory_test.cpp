@@ -138,11 +138,11 @@ TEST(KeptTensors, AreWhatABlockKeepsAlongTp) {
 TEST(KeptTensors, AreWhatABlockKeepsAlongCpAndEp) {
   MemoryMeter::install();
   int turn = 0;
-  for (const auto& [ring, ulysses, key_heads] :
+  for (const auto& [ring, ulysses, key_value_heads] :
        {std::tuple{2, 1, 3}, {1, 2, 2}, {1, 3, 3}, {1, 6, 3}, {2, 2, 2}, {2, 3, 3}}) {
     const at::ScalarType type = std::array{at::kFloat, at::kBFloat16, at::kDouble}[turn++ % 3];
     DecoderConfig config = shape_of("qwen3", 1);
-    config.key_value_heads = key_heads;
+    config.key_value_heads = key_value_heads;
     const std::int64_t each = 24;
     run_ranks(ring * ulysses, [&](World& world) {
       const std::int64_t found = measured(config, type, [&](DecoderLM& model) {

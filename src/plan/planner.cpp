@@ -30,7 +30,7 @@ double trained_elements(const ModelShape& of, std::int64_t experts) {
   const auto hidden = double(of.hidden);
   double all = hidden * double(of.vocabulary) * (of.tied_output ? 1 : 2) + hidden;  // and the last norm
   for (std::int64_t layer = 0; layer < of.layers; ++layer) {
-    const auto [rest, expert] = elements_of(of, of.key_heads, 1, of.has_experts(layer));
+    const auto [rest, expert] = elements_of(of, of.key_value_heads, 1, of.has_experts(layer));
     all += rest + double(experts) * expert;
   }
   return all;
@@ -69,13 +69,13 @@ void copy_sizes(const From& from, To& to) {
 DecoderConfig decoder_of(const ModelShape& model) {
   DecoderConfig config;
   copy_sizes(model, config);
-  config.key_value_heads = model.key_heads;
+  config.key_value_heads = model.key_value_heads;
   config.experts.sigmoid = model.family == "dots1";
   return config;
 }
 
 ModelShape shape_of(const DecoderConfig& config, std::string name) {
-  ModelShape shape{.name = std::move(name), .key_heads = config.key_value_heads};
+  ModelShape shape{.name = std::move(name), .key_value_heads = config.key_value_heads};
   copy_sizes(config, shape);
   return shape;
 }

@@ -54,7 +54,7 @@ TEST(PlannerShapes, HaveThePublishedSizes) {
   const ModelShape llama{.layers = 32,
                          .hidden = 4096,
                          .heads = 32,
-                         .key_heads = 8,
+                         .key_value_heads = 8,
                          .head_dim = 128,
                          .feed_forward = 14336,
                          .vocabulary = 128256};
@@ -64,7 +64,7 @@ TEST(PlannerShapes, HaveThePublishedSizes) {
                            .layers = 32,
                            .hidden = 4096,
                            .heads = 32,
-                           .key_heads = 8,
+                           .key_value_heads = 8,
                            .head_dim = 128,
                            .feed_forward = 14336,
                            .vocabulary = 32000,

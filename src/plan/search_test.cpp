@@ -42,7 +42,7 @@ Job small(std::int64_t devices, std::int64_t samples, double memory, bool expert
                     .layers = 6,
                     .hidden = 512,
                     .heads = 8,
-                    .key_heads = 2,
+                    .key_value_heads = 2,
                     .head_dim = 64,
                     .feed_forward = 1408,
                     .vocabulary = 4096},
@@ -59,7 +59,7 @@ ModelShape dense(std::int64_t layers, std::int64_t hidden, std::int64_t heads, s
           .layers = layers,
           .hidden = hidden,
           .heads = heads,
-          .key_heads = 8,
+          .key_value_heads = 8,
           .head_dim = 128,
           .feed_forward = feed_forward,
           .vocabulary = 128256};
@@ -247,7 +247,7 @@ TEST(PlanSearch, ProposesNothingThatTrainRefuses) {
                  .layers = one_of({1, 2, 3, 7, 12, 32}),
                  .hidden = heads * 64,
                  .heads = heads,
-                 .key_heads = one_of({std::int64_t{1}, heads / 2, heads}),
+                 .key_value_heads = one_of({std::int64_t{1}, heads / 2, heads}),
                  .head_dim = 64,
                  .feed_forward = one_of({96, 1000, 4096, 11008}),
                  .vocabulary = one_of({31, 258, 32000, 128256}),
@@ -545,7 +545,7 @@ TEST(PlanSearch, IsFast) {
   expect_within("405B on 131,072 devices", one, 5);
   one.cluster = on_devices(one.cluster, 16384), one.work = {.tokens = 4096.0 * 4096, .sequence = 4096};
   one.model = dense(61, 7168, 128, 18432);
-  one.model.family = "qwen3_moe", one.model.key_heads = 128;
+  one.model.family = "qwen3_moe", one.model.key_value_heads = 128;
   one.model.experts = {.count = 256, .per_token = 8, .feed_forward = 2048, .dense_layers = {0, 1, 2}};
   expect_within("256 experts on 16,384 devices", one, 10);
 }

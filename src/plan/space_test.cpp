@@ -28,7 +28,7 @@ Case small(std::int64_t devices, std::int64_t samples, bool experts = false) {
   Case one{.model = {.layers = 6,
                      .hidden = 64,
                      .heads = 6,
-                     .key_heads = 2,
+                     .key_value_heads = 2,
                      .head_dim = 8,
                      .feed_forward = 96,
                      .vocabulary = 258},
@@ -185,7 +185,7 @@ TEST(PlanSpace, UsesTheMostWholeHosts) {
   EXPECT_EQ(usable_devices(one.problem(), 7), 7);
   EXPECT_EQ(usable_devices(one.problem(), 1), 1);
   one.work = {.tokens = 3, .sequence = 1};  // three samples of a token
-  one.model.heads = one.model.key_heads = 1, one.model.layers = 1, one.cluster.per_host = 2;
+  one.model.heads = one.model.key_value_heads = 1, one.model.layers = 1, one.cluster.per_host = 2;
   EXPECT_EQ(usable_devices(one.problem(), 7), 2);
   one.cluster.per_host = 16;
   EXPECT_EQ(usable_devices(one.problem(), 7), 3);
@@ -235,7 +235,7 @@ TEST(PlanSpace, OfSixteenThousandDevices) {
                      .layers = 126,
                      .hidden = 16384,
                      .heads = 128,
-                     .key_heads = 8,
+                     .key_value_heads = 8,
                      .head_dim = 128,
                      .feed_forward = 53248,
                      .vocabulary = 128256},

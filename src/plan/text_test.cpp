@@ -58,7 +58,7 @@ Plan filled() {
                 .layers = 32,
                 .hidden = 4096,
                 .heads = 32,
-                .key_heads = 8,
+                .key_value_heads = 8,
                 .head_dim = 128,
                 .feed_forward = 14336,
                 .vocabulary = 128256},

@@ -123,7 +123,7 @@ inline double exposed(double seconds, double behind, double part) {
 // Multiplications of a token in a layer, as tables of published runs count them.
 inline double products_of_layer(const ModelShape& model) {
   const double h = double(model.hidden);
-  return 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) +
+  return 2 * h * h * (1 + double(model.key_value_heads) / double(model.heads)) +
          (model.gated ? 3 : 2) * h * double(model.feed_forward);
 }
 // Steps of other programs (published.cpp), with their own stages.

@@ -25,7 +25,7 @@ Plan plan_of(std::vector<Candidate> candidates) {
   Plan plan{.model = {.layers = 2,
                       .hidden = 64,
                       .heads = 2,
-                      .key_heads = 2,
+                      .key_value_heads = 2,
                       .head_dim = 32,
                       .feed_forward = 96,
                       .vocabulary = 258},

@@ -106,7 +106,7 @@ PublishedRow row_of(const RowReader& cells) {
   ModelShape& model = row.model;
   model.name = cells.text("model");
   cells.into(model.layers, "layers", 0), cells.into(model.hidden, "hidden", 0);
-  cells.into(model.heads, "heads", 1), cells.into(model.key_heads, "kv_heads", double(model.heads));
+  cells.into(model.heads, "heads", 1), cells.into(model.key_value_heads, "kv_heads", double(model.heads));
   cells.into(model.feed_forward, "ffn", 0), cells.into(model.vocabulary, "vocab", 50304);
   model.head_dim = model.heads > 0 ? model.hidden / model.heads : 0;
   model.gated = cells.number("glu", 0) == 1, model.tied_output = cells.number("tied", 0) == 1;

@@ -20,7 +20,7 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   const ModelShape& model = problem.model;
   const std::int64_t tokens = tokens_of(problem.work, candidate), tp = candidate.tp, hidden = model.hidden,
                      queries = most_of(model.heads, tp) * model.head_dim,
-                     keys = most_of(model.key_heads, tp) * model.head_dim;
+                     keys = most_of(model.key_value_heads, tp) * model.head_dim;
   const double element = bytes_of(problem.work.precision), T = double(tokens), h = double(hidden);
   LayerWork work{
       .products = {{tokens, queries, hidden}, {tokens, keys, hidden, 2}, {tokens, hidden, queries}}};

@@ -26,7 +26,7 @@ Plan plan_of(std::int64_t devices, std::int64_t samples, bool experts) {
   Plan plan{.model = {.layers = 6,
                       .hidden = 96,
                       .heads = 6,
-                      .key_heads = 2,
+                      .key_value_heads = 2,
                       .head_dim = 8,
                       .feed_forward = 96,
                       .vocabulary = 258},

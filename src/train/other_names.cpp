@@ -96,6 +96,8 @@ const OtherNames& other_keys() {
       {"n_heads", "model.heads"},
       {"num_key_value_heads", "model.key_value_heads"},
       {"n_kv_heads", "model.key_value_heads"},
+      {"key_heads",
+       "model.key_value_heads"},  // of the planner's sizes before they had the configuration's name
       {"intermediate_size", "model.feed_forward"},
       {"vocab_size", "model.vocabulary"},
       {"max_position_embeddings", "model.max_positions"},
