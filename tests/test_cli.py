@@ -2,6 +2,7 @@
 
 Training itself, stops, kills and full disks are in test_train.py.
 """
+import contextlib
 import fcntl
 import json
 import os
@@ -335,12 +336,13 @@ def test_a_single_host_needs_no_network(config):
 # What is printed, and where
 
 
-def on_a_terminal(*arguments, columns=100, **environment):
-    """Both outputs of a command whose outputs are a terminal of that width, and its status."""
+def on_a_terminal(*arguments, columns=100, output=None, **environment):
+    """Both outputs of a command whose outputs are a terminal of that width, and its status; its results may go to a file."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     clean = {name: value for name, value in os.environ.items() if name not in ("TERM", "NO_COLOR")}
-    with subprocess.Popen([BINARY, *words_of(arguments)], stdout=slave, stderr=slave,
+    with (open(output, "wb") if output else contextlib.nullcontext(slave)) as results, \
+         subprocess.Popen([BINARY, *words_of(arguments)], stdout=results, stderr=slave,
                           env={**clean, "OMP_NUM_THREADS": "1", "TERM": "xterm", **environment}) as program:
         os.close(slave)
         said = b""
@@ -366,8 +368,10 @@ def test_verdicts_are_coloured_on_a_terminal_alone(config, tmp_path):
     said, status = on_a_terminal(*verify)
     assert status == 0 and GREEN in said and said.count("\x1b[3") == 1, said
     for words, environment in [((), {"TERM": "dumb"}), ((), {"NO_COLOR": "1"}), (("--color", "never"), {})]:
-        said, status = on_a_terminal("compare", dumps / "naive", dumps / "oracle", *words, **environment)
+        said, status = on_a_terminal("compare", dumps / "naive", dumps / "oracle", "-q", *words, **environment)
         assert status == 0 and "PASS" in said and "\x1b" not in said and "\r" not in said, said
+        said, status = on_a_terminal("compare", dumps / "naive", dumps / "oracle", *words, **environment)  # its progress is redrawn
+        assert status == 0 and "PASS" in said and not re.search(r"\x1b\[[\d;]*m", said) and ("\x1b" in said) == ("TERM" not in environment), said
     for words, coloured in [((), False), (("--color", "auto"), False), (("--color", "always"), True)]:
         assert (GREEN in ran("compare", dumps / "naive", dumps / "oracle", *words).stdout) == coloured
     doubled = load_file(dumps / "naive/gradients.safetensors")
@@ -387,6 +391,28 @@ def test_progress_fits_a_narrow_terminal_and_a_pipe_gets_plain_lines(config):
     assert status == 0 and "step 3/3" in said and "\x1b" not in said and "\r" not in said, said
     piped = ran(*train)
     assert "step 3/3" in piped.stderr and "\x1b" not in piped.stdout + piped.stderr and "\r" not in piped.stderr
+
+
+def test_compare_and_sample_show_progress_on_a_terminal_alone(finished, tmp_path):
+    """Not where it would be lines of a log; of text that is seen as it grows, none."""
+    ran("verify", finished, "--layout", "naive", "--dump", tmp_path / "dumps")
+    (tmp_path / "videos").mkdir()
+    for i in range(3):
+        write_video(tmp_path / f"videos/{i}.y4m", 4, 8, 12, i)
+    ran("train", write_run(tmp_path / "run.toml", VIDEOS), "verify.at_end=false")
+    compare = ["compare", tmp_path / "dumps/naive", tmp_path / "dumps/oracle"]
+    videos = ["sample", tmp_path / "run", "--videos", 2, "--steps", 2, "--out", tmp_path / "made"]
+    text = ["sample", finished.parent / "run"]
+    for words, drawn in [(compare, ["part 1 of 3: reading", "part 3 of 3: comparing"]), (videos, ["step 1 of 4: video 1", "step 4 of 4: video 2"])]:
+        said, status = on_a_terminal(*words)
+        assert status == 0 and [part for part in drawn if f"\r\x1b[K{part}" in said] == drawn and "left" in said, said
+        assert said.rindex("\x1b[K") < said.rindex(ran(*words).stdout.splitlines()[-1][:20]), said  # it has gone before the result
+        for said in [ran(*words).stderr, on_a_terminal(*words, TERM="dumb")[0], on_a_terminal(*words, "-q")[0]]:
+            assert " of 3: " not in said and " of 4: " not in said and "\r" not in said, said
+        assert drawn[1] in ran(*words, "-v").stderr
+    said, status = on_a_terminal(*text, output=tmp_path / "text.txt")
+    assert status == 0 and "\r\x1b[Ktoken 1 of 200: text of" in said and (tmp_path / "text.txt").read_text(), said
+    assert "token 1" not in on_a_terminal(*text)[0] + ran(*text).stderr
 
 
 def test_quiet_leaves_results_and_verbose_says_every_step(config):

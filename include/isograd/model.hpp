@@ -346,6 +346,7 @@ struct FlowSampleOptions {
   std::int64_t steps = 50;
   std::uint64_t seed = 0;
   std::int64_t number = 0;
+  std::function<void(std::int64_t step)> begins{};  // called before each, from 0
 };
 at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions& options);
 

@@ -50,11 +50,12 @@ StatusLine::Clock::time_point StatusLine::due() const {
 }
 
 void StatusLine::draw(const std::string& text) {
-  if (printing().quiet) return;
+  drawn_at_ = Clock::now();  // also of a line that is left out: due() is when the next may be
+  if (printing().quiet || (!terminal_ && !options_.in_a_log && !printing().verbose)) return;
   if (terminal_) std::fputs("\r\033[K", options_.out);
   print(options_.out, terminal_ ? text : text + "\n");
   std::fflush(options_.out);
-  drawn_ = terminal_, text_ = text, drawn_at_ = Clock::now();
+  drawn_ = terminal_, text_ = text;
 }
 
 void StatusLine::clear() {

@@ -17,6 +17,7 @@ struct StatusOptions {
   std::optional<bool> terminal = {};              // not given: whether `out` is one
   std::optional<int> columns = {};                // not given: read from the terminal for each line
   double redraw_seconds = 1, plain_seconds = 30;  // at most this often, on a terminal and elsewhere
+  bool in_a_log = true;  // false: where it is not redrawn there are lines under Printing::verbose alone
 };
 
 // One line that is redrawn in place on a terminal, plain lines elsewhere (files, CI).

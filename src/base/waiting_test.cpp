@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <ctime>
 #include <functional>
 #include <thread>
 
@@ -54,6 +55,19 @@ TEST(Waiting, ALineAtOnceThenOneAPause) {
   }
   const std::string all = output.text();
   EXPECT_EQ(count(all, "\r"), 0u);
+}
+
+TEST(Waiting, NothingInALogThatIsForTerminalsAndNoProcessorTimeForIt) {
+  const Output output;
+  Waiting waiting("token", 9, 0,
+                  {.out = output.file, .terminal = false, .plain_seconds = 0.1, .in_a_log = false});
+  waiting.begin("text");
+  const std::clock_t before = std::clock();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  EXPECT_LT(double(std::clock() - before) / CLOCKS_PER_SEC, 0.2);
+  waiting.begin("text");
+  waiting.end();
+  EXPECT_EQ(output.text(), "");
 }
 
 TEST(Waiting, OnATerminalOneLineThatRenewsItselfAndGoesAway) {

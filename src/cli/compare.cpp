@@ -2,6 +2,7 @@
 #include "base/files.hpp"
 #include "base/output.hpp"
 #include "base/print.hpp"
+#include "base/waiting.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/verify.hpp"
 #include "verify/present.hpp"
@@ -29,9 +30,18 @@ Verb compare_verb(CLI::App& program) {
     for (const auto& [option, file] : {std::pair("--json", flags->json), {"--report", flags->report}})
       check_no_input(option, file, {flags->found, flags->expected, flags->alone});
     std::optional<StepDump> alone;
-    if (!flags->alone.empty()) alone = read_dump(flags->alone);
-    const StepDump expected = read_dump(names.expected);
-    const DumpComparison comparison = compare_dumps(read_dump(names.found), expected, names, alone);
+    std::optional<Waiting> waiting(std::in_place, "part", flags->alone.empty() ? 3 : 4, 0,
+                                   StatusOptions{.in_a_log = false});
+    const auto read = [&](const std::string& dump) {
+      waiting->begin("reading " + dump);
+      return read_dump(dump);
+    };
+    if (!flags->alone.empty()) alone = read(flags->alone);
+    const StepDump expected = read(names.expected);
+    StepDump found = read(names.found);
+    waiting->begin("comparing every parameter");
+    const DumpComparison comparison = compare_dumps(std::move(found), expected, names, alone);
+    waiting.reset();
     const Wording wording = compare_wording(comparison, names, flags->alone);
     if (flags->json != kStandardOutput) print_verdict(stdout, to_text(comparison.verdict, wording));
     if (!flags->json.empty()) write_output(flags->json, to_json(comparison.verdict, wording) + "\n");

@@ -2,11 +2,13 @@
 #include <ATen/Parallel.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
+#include "base/waiting.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/lora.hpp"
@@ -16,6 +18,8 @@
 
 namespace isograd {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 struct SampleFlags {
   std::string checkpoint, prompt, tokenizer;
@@ -55,8 +59,15 @@ int run(const SampleFlags& flags) {
     refuse_flags(flags.of_text, "text", "videos");
     VideoSampleOptions options = flags.videos;
     options.seed = flags.options.seed;
-    for (const fs::path& file : sample_videos(directory, options))
-      print(stdout, printable(file.string()) + "\n");
+    std::optional<Waiting> waiting(std::in_place, "step", options.videos * options.steps, 0,
+                                   StatusOptions{.in_a_log = false});
+    options.begins = [&](std::int64_t video, std::int64_t step) {
+      waiting->begin(video * options.steps + step + 1,
+                     fmt::format("video {} of {}", video + 1, options.videos));
+    };
+    const std::vector<fs::path> files = sample_videos(directory, options);
+    waiting.reset();
+    for (const fs::path& file : files) print(stdout, printable(file.string()) + "\n");
     return 0;
   }
   refuse_flags(flags.of_videos, "video", "text");
@@ -81,7 +92,8 @@ int run(const SampleFlags& flags) {
   for (const auto& notice :
        prompt_notices(*tokenizer, flags.prompt, model->config(), flags.options.max_tokens))
     print(stderr, notice + "\n");
-  const auto show = [terminal = isatty(STDOUT_FILENO) != 0](std::string_view text) {
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  const auto show = [&](std::string_view text) {
     if (terminal)
       print(stdout, text);  // a model may have learnt escape sequences
     else
@@ -89,7 +101,20 @@ int run(const SampleFlags& flags) {
     std::fflush(stdout);
   };
 
-  sample_text(*model, *tokenizer, flags.prompt, flags.options, show);
+  SampleRequest request = flags.options;
+  std::optional<Waiting> waiting;
+  if (!terminal) {  // where the text is not seen as it grows
+    waiting.emplace("token", request.max_tokens, 0, StatusOptions{.in_a_log = false});
+    request.stops = [&, next = Clock::time_point()](const std::vector<std::int64_t>& drawn) mutable {
+      if (const auto now = Clock::now(); now >= next) {
+        next = now + std::chrono::milliseconds(100);
+        waiting->begin(static_cast<std::int64_t>(drawn.size()), "text of " + directory.string());
+      }
+      return false;
+    };
+  }
+  sample_text(*model, *tokenizer, flags.prompt, request, show);
+  waiting.reset();
   show("\n");
   return 0;
 }

@@ -130,6 +130,7 @@ at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions&
   at::Tensor x = moved(flow_noise(batch, elements, options.seed).noise.to(type), model.device());
   const double step = 1.0 / static_cast<double>(options.steps);
   for (std::int64_t i = 0; i < options.steps; ++i) {
+    if (options.begins) options.begins(i);
     const at::Tensor time = at::full({1}, 1 - static_cast<double>(i) * step, at::kDouble);
     x = x - step * model.velocity(batch, x, coordinates, time).to(type);
   }

@@ -47,6 +47,7 @@ struct VideoSampleOptions {
   std::int64_t frames = 0, height = 0, width = 0;  // in frames and pixels; 0: the most that the model knows
   std::uint64_t seed = 0;
   std::filesystem::path folder = "samples";
+  std::function<void(std::int64_t video, std::int64_t step)> begins{};  // both from 0
 };
 // New videos from a checkpoint, as animated PNGs, in order. ConfigError: no checkpoint of a video run, a size
 // not of whole patches, a file that cannot be written.

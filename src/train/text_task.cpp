@@ -1034,8 +1034,8 @@ std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std:
   if (on_text) give(before, settled(before, before));
   auto last = std::chrono::steady_clock::now() - kPause;
   const std::vector<std::int64_t> ends = model.config().ends();
-  ask.stops = [&](const std::vector<std::int64_t>& drawn) {
-    if (std::ranges::find(ends, drawn.back()) != ends.end()) return true;
+  ask.stops = [&, asked = std::move(ask.stops)](const std::vector<std::int64_t>& drawn) {
+    if (std::ranges::find(ends, drawn.back()) != ends.end() || (asked && asked(drawn))) return true;
     tokens.push_back(static_cast<std::uint32_t>(drawn.back()));
     if (!on_text || std::chrono::steady_clock::now() - last < kPause) return false;
     std::string now = tokenizer.decode(tokens);

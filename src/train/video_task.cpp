@@ -579,8 +579,9 @@ std::vector<fs::path> sample_videos(const fs::path& directory, const VideoSample
            "Choose another one");
   std::vector<fs::path> files;
   for (std::int64_t i = 0; i < options.videos; ++i) {
-    const at::Tensor patches =
-        sample_flow(*model, grid, {.steps = options.steps, .seed = options.seed, .number = i});
+    FlowSampleOptions flow{.steps = options.steps, .seed = options.seed, .number = i};
+    if (options.begins) flow.begins = [&](std::int64_t step) { options.begins(i, step); };
+    const at::Tensor patches = sample_flow(*model, grid, flow);
     files.push_back(options.folder / fmt::format("sample-{}.png", i));
     write_apng(files.back(), unpatchify(to_bytes(patches), grid, patch), speed);
   }
