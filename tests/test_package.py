@@ -6,7 +6,7 @@ import subprocess
 import zipfile
 
 import pytest
-from conftest import BUILD, FULL, ROOT
+from conftest import BUILD, FULL, ROOT, built_backends
 
 
 def run(*command, cwd=None, env=None, input=None):
@@ -75,10 +75,12 @@ def test_shells_and_man_find_their_files(prefix):
         assert (share / place).read_text() == run(prefix / "bin/isograd", *words) != "", place
 
 
-def test_pkg_config_gives_what_a_program_needs(prefix, tmp_path):
-    program = """#include <ATen/ATen.h>
+# It says on which backends isograd was linked.
+PROGRAM = """#include <ATen/ATen.h>
 #include <isograd/world.hpp>
+#include <iostream>
 int main() {
+  for (const std::string& name : isograd::backends()) std::cout << name << " ";
   isograd::run_ranks(2, [](isograd::World& world) {
     at::Tensor x = at::ones({3});
     world.group.all_reduce(x);
@@ -86,12 +88,55 @@ int main() {
   });
 }
 """
-    (tmp_path / "program.cpp").write_text(program)
+
+
+def run_and_look(program, mpi):
+    """What was linked into a program, and what it says of it."""
+    said = run(program, env={name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"})
+    needed = run("readelf", "-d", program)
+    assert ("mpi" in said.split(), "libmpi.so" in needed) == (mpi, mpi), said + needed
+    assert "libtorch_cpu.so" in needed and "tomlplusplus" not in needed, needed
+
+
+@pytest.mark.parametrize("package, mpi", [("isograd", "mpi" in built_backends()), ("isograd-core", False)])
+def test_pkg_config_gives_what_a_program_needs(prefix, tmp_path, package, mpi):
+    (tmp_path / "program.cpp").write_text(PROGRAM)
     environment = {**os.environ, "PKG_CONFIG_PATH": str(prefix / "lib/pkgconfig")}
-    flags = run("pkg-config", "--cflags", "--libs", "isograd", env=environment).split()
+    flags = run("pkg-config", "--cflags", "--libs", package, env=environment).split()
     compiler = shutil.which("clang++-19") or "c++"
     run(compiler, "-O0", "program.cpp", *flags, "-o", "program", cwd=tmp_path)
-    run(tmp_path / "program", env={name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"})
+    run_and_look(tmp_path / "program", mpi)
+
+
+def test_the_core_needs_no_mpi_no_toml_and_no_command_line(tmp_path):
+    """They are hidden, and the core is installed by itself; a build with MPI asks for it where it is not left out."""
+    prefix = tmp_path / "prefix"
+    run("cmake", "--install", BUILD, "--prefix", prefix, "--component", "core")
+    assert not (prefix / "bin/isograd").exists() and not (prefix / "share/man").exists()
+    hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("MPI", "tomlplusplus", "CLI11")]
+
+    def configured(components):
+        (tmp_path / "program.cpp").write_text(PROGRAM)
+        (tmp_path / "CMakeLists.txt").write_text(f"""cmake_minimum_required(VERSION 3.24)
+project(program LANGUAGES CXX)
+find_package(isograd REQUIRED {components})
+add_executable(program program.cpp)
+target_link_libraries(program PRIVATE isograd::isograd)
+""")
+        shutil.rmtree(tmp_path / "build", ignore_errors=True)
+        done = subprocess.run(["cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", *hidden], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=120)
+        return done.returncode == 0, done.stdout + done.stderr
+    if "mpi" in built_backends():
+        for components in ("", "COMPONENTS mpi"):
+            found, said = configured(components)
+            assert not found and "MPI" in said, said
+    found, said = configured("COMPONENTS command_line")
+    assert not found and "components core and" in said, said
+    found, said = configured("COMPONENTS core")
+    assert found, said
+    run("cmake", "--build", "build", cwd=tmp_path)
+    run_and_look(tmp_path / "build/program", False)
 
 
 def linked_files(folder):
