@@ -1,8 +1,8 @@
 """Makes the steps of trainers.py, right and with one mistake each, under isograd.watch, and writes a table.
 
-    run.py [NAME ...] [--part I/N] [--json FILE] [--verdicts] [--changed]
+    run.py [NAME ...] [--file FILE] [--part I/N] [--json FILE] [--verdicts] [--changed]
 
-Only these; every Nth from the Ith; with what was printed; mistakes once more, changed as it says.
+Only these; of another file; every Nth from the Ith; with what was printed; mistakes once more, changed as it says.
 """
 import argparse
 import dataclasses
@@ -69,7 +69,7 @@ def change(lines, trial):
     return [(instead, lines[place - count:place]) for place, count, instead in trial.edits]
 
 
-LINES, TRIALS = read((FOLDER / "trainers.py").read_text())
+LINES, TRIALS = [], {}
 
 
 def taken(names, part):
@@ -120,7 +120,7 @@ def outcome(trial, result):
         return "refused"
     if result["passed"] or trial.kind == "right":
         return {("mistake", True): "passed", ("right", True): "right"}.get((trial.kind, result["passed"]), "alarm")
-    true, said = set(names.TRUE[trial.name].split()), set(result["findings"])
+    true, said = set(names.TRUE.get(trial.name, "").split()), set(result["findings"])
     if said <= {"undecided", "unknown", "unresolved"}:
         return "undecided"
     return "named" if said <= true else "half named" if said & true else "misnamed"
@@ -134,7 +134,11 @@ def main():
     parser.add_argument("--distances", action="store_true", help="without what isograd says")
     parser.add_argument("--verdicts", action="store_true")
     parser.add_argument("--changed", action="store_true", help="makes each mistake again with the change that its verdict says")
+    parser.add_argument("--file", default="trainers.py")
     options = parser.parse_args()
+    lines, trials = read((FOLDER / options.file).read_text())
+    LINES.extend(lines)
+    TRIALS.update(trials)
     trials = taken(options.names, [int(number) for number in options.part.split("/")])
     found = {}
     for trial in trials:
