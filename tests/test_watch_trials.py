@@ -9,23 +9,35 @@ from conftest import FULL, ROOT, full, run_python
 FOLDER = ROOT / "tests/watch_trials"
 sys.path.append(str(FOLDER))
 from changes import CHANGES  # noqa: E402
-from names import NOT_NAMED, TRUE  # noqa: E402
+from names import NOT_NAMED, SECOND, TRUE  # noqa: E402
 
 TEXT = (FOLDER / "trainers.py").read_text()
 MISTAKES = list(dict.fromkeys(re.findall(r"(?m)^ +#! (\w+)", TEXT)))
 RIGHT = list(dict.fromkeys(re.findall(r"(?m)^(?: +#= |def )(\w+)(?:\(w\):| \|| \d)", TEXT)))
 SOME = {*MISTAKES[::6], *RIGHT[::8]}
+TEXT_2 = (FOLDER / "second.py").read_text()
+MISTAKES_2 = list(dict.fromkeys(re.findall(r"(?m)^ +#! (\w+)", TEXT_2)))
+RIGHT_2 = list(dict.fromkeys(re.findall(r"(?m)^(?: +#= |def )(\w+)(?:\(w\):| \|| \d)", TEXT_2)))
+SOME_2 = {*MISTAKES_2[::15], *RIGHT_2[::12]}
 
 
 def by_default(names):
-    return [name if name in SOME else full(name) for name in names]
+    return [name if name in SOME | SOME_2 else full(name) for name in names]
+
+
+def made(warm, folder, some, *options):
+    run_python(warm, "run.py", *([] if FULL else sorted(some)), *options, "--json", folder / "found.json", cwd=FOLDER, timeout=900)
+    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def found(warm, tmp_path_factory):
-    file = tmp_path_factory.mktemp("trials") / "found.json"
-    run_python(warm, "run.py", *([] if FULL else sorted(SOME)), "--changed", "--json", file, cwd=FOLDER, timeout=900)
-    return json.loads(file.read_text())
+    return made(warm, tmp_path_factory.mktemp("trials"), SOME, "--changed")
+
+
+@pytest.fixture(scope="module")
+def found_2(warm, tmp_path_factory):
+    return made(warm, tmp_path_factory.mktemp("trials"), SOME_2, "--file", "second.py")
 
 
 @pytest.mark.parametrize("name", by_default(MISTAKES))
@@ -65,3 +77,22 @@ def test_each_mistake_has_an_entry(found):
     assert len(MISTAKES) >= 60 and len(RIGHT) >= 30
     assert set(MISTAKES) - set(NOT_NAMED) <= set(CHANGES) <= set(MISTAKES)
     assert set(TRUE) == set(MISTAKES) and set(found) == {*MISTAKES, *RIGHT} and set(NOT_NAMED) <= set(found)
+
+
+@pytest.mark.parametrize("name", by_default(MISTAKES_2))
+def test_a_mistake_of_the_second_set_is_named(found_2, name):
+    """It is one, too, as measured by other code."""
+    assert found_2[name]["outcome"] == ("undecided" if SECOND[name] == "undecided" else "named"), found_2[name]
+    assert max(found_2[name]["gradient"], found_2[name]["update"]) > 3e-3
+
+
+@pytest.mark.parametrize("name", by_default(RIGHT_2))
+def test_a_right_trainer_of_the_second_set_passes(found_2, name):
+    assert found_2[name]["outcome"] == "right", found_2[name]
+    assert found_2[name]["gradient"] < 1e-5 and found_2[name]["update"] < 3e-3
+
+
+@pytest.mark.full
+def test_each_trial_of_the_second_set_was_made(found_2):
+    assert len(MISTAKES_2) >= 45 and len(RIGHT_2) >= 25
+    assert set(SECOND) == set(MISTAKES_2) and set(found_2) == {*MISTAKES_2, *RIGHT_2}

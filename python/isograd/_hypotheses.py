@@ -27,12 +27,13 @@ TIMES_NEARER = 4.0  # than any other cause, where rounding lets several fit
 ALONG = 0.7  # cosine of two differences, which is next to 0 where they have nothing to do with each other and have many elements
 FEWEST_ELEMENTS = 100  # of a gradient for that: with 100 a cosine of 0.7 is seven times what chance makes
 MOST_UNITS = 8.0  # of a coarser type that a gradient may be off by, for its logits to have been in it
+MOST_TARGETS = 256  # of a batch, whose gradients are made one by one
 MOST_USES = 8  # of one parameter in a sample's forward: one of them is tried after the other
 Said = Callable[[float], "Finding | None"]  # by the multiple that was fitted
 Cause = Callable[["Trials"], None]  # adds to `fitting` what gives the gradient found
 
 
-def _dot(one: Gradients, other: Gradients) -> float:
+def dot(one: Gradients, other: Gradients) -> float:
     return sum(float((g.double() * other[name]).sum()) for name, g in one.items())
 
 
@@ -48,7 +49,7 @@ def _sum(parts: Sequence[tuple[float, Gradients]]) -> dict[str, torch.Tensor]:
 def _weights_of(parts: Sequence[Gradients], base: Gradients | None, found: Gradients) -> list[float]:
     """The weights with which the sum of the parts comes nearest to found - base."""
     off = found if base is None else _sum([(1.0, found), (-1.0, base)])
-    products = torch.tensor([[_dot(one, other) for other in (*parts, off)] for one in parts], dtype=torch.float64)
+    products = torch.tensor([[dot(one, other) for other in (*parts, off)] for one in parts], dtype=torch.float64)
     weights: list[float] = (torch.linalg.pinv(products[:, :-1], hermitian=True) @ products[:, -1]).tolist()
     return weights
 
@@ -69,6 +70,7 @@ class Trials:
     right: Reference
     unit: float
     moved: float = 0.0
+    peers: int = 1  # ranks that have the same samples
     fitting: list[tuple[float, Finding]] = dataclasses.field(default_factory=list)
 
     def trying(self, *causes: Cause, until_one_fits: bool = False) -> None:
@@ -82,7 +84,42 @@ class Trials:
         """gathers: features are gathered without their gradient, which scales what they reach."""
         self.trying(try_parts, try_own_rows, lambda trials: try_terms(trials, gathers))
         # These have numbers to fit, so that they come last.
-        self.trying(try_shares, try_statistics, try_weights, until_one_fits=True)
+        self.trying(try_shares, try_statistics, *([] if gathers else [try_detached_factor]), try_weights, try_terms_of_ranks, until_one_fits=True)
+
+    def instead(self, said: Sequence[str], averages: bool, meshes: Sequence[Sequence[int]]) -> Finding | None:
+        """What is to be said in place of a name that numbers fit by chance. averages: gradients are averaged by DDP or FSDP2.
+        meshes: the sizes of those that parameters lie on."""
+        times = dot(self.found, self.right.gradients) / max(self.right.norm**2, 1e-300)
+
+        def is_about(factor: float) -> bool:
+            return math.isclose(times, factor, rel_tol=1e-3)
+
+        if "reduced_while_accumulating" in said and averages:  # an average of averages is the same
+            self.trying(lambda trials: try_samples(trials, False))
+            return self.nearest()
+        ranks = len(self.batch)
+        if "averaged_over_axis" in said and ranks > 1 and is_about(1 / ranks) and not self.terms[0].whole and self.forwards == ranks:
+            return {"id": "undecided", "sentence": f"all parameters scaled by 1/{ranks}: averaged over the ranks ({ranks}); or divided by the number of "
+                    f"rows, of which a sample has {ranks}: `loss` calls the model as often for each"}
+        if "summed_over_micro_batches" in said and any(len(mesh) > 1 and is_about(size) for mesh in meshes for size in mesh):
+            return {"id": "undecided", "sentence": f"all parameters scaled by {times:.4g}: micro-batches are summed, not divided by their number; or "
+                    f"one axis of the mesh, of {times:.4g} ranks, is summed over where it was to be averaged (`set_gradient_divide_factor`)"}
+        return None
+
+    @functools.cached_property
+    def forwards(self) -> int:
+        """How often the first term's loss calls the model for each sample; 0 where samples differ in that."""
+        model, calls, found = self.fresh(), list[None](), set[int]()
+        hook = model.register_forward_pre_hook(lambda *_: calls.append(None))
+        try:
+            with torch.no_grad():
+                for sample in (sample for micros in self.batch for micro in micros for sample in micro):
+                    calls.clear()
+                    self.terms[0].loss(model, in_precision(sample, next(model.parameters()).dtype))
+                    found.add(len(calls))
+        finally:
+            hook.remove()
+        return found.pop() if len(found) == 1 else 0
 
     def rest(self, values: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor], drawn: Sequence[Sequence[torch.Tensor]],
              said: Sequence[str]) -> None:
@@ -94,7 +131,9 @@ class Trials:
         if said != ["scaled_by_factor"]:
             self.trying(lambda trials: try_earlier(trials, earlier), lambda trials: try_decay(trials, values), try_means, try_rows,
                         try_reductions, try_targets)
-            self.trying(lambda trials: try_noise(trials, drawn), try_uses, try_packs, try_padding, try_casts, until_one_fits=True)
+            self.trying(lambda trials: try_noise(trials, drawn), try_uses, try_packs, try_positions_of_parts, try_padding, try_casts, until_one_fits=True)
+            # These fit a number for each sample or target: whatever else may be, is tried before.
+            self.trying(lambda trials: try_samples(trials, "undecided" in said), try_each_target, until_one_fits=True)
 
     @functools.cached_property
     def base(self) -> Gradients | None:
@@ -148,12 +187,14 @@ class Trials:
         rest = self.found if base is None else _sum([(1.0, self.found), (-1.0, base)])
         free = times is None
         if times is None:
-            times = _dot(rest, way) / max(norm_of(way)**2, 1e-300)
+            times = dot(rest, way) / max(norm_of(way)**2, 1e-300)
         predicted = _sum([(times, way), *([(1.0, base)] if base is not None else [])])
         off = norm_of(_sum([(1.0, self.found), (-1.0, predicted)]))
         # A factor alone is no cause of another direction.
-        multiple = _dot(self.found, self.right.gradients) / max(self.right.norm**2, 1e-300) if free and base is None else 1.0
+        multiple = dot(self.found, self.right.gradients) / max(self.right.norm**2, 1e-300) if free and base is None else 1.0
         apart = norm_of(_sum([(1.0, self.found), (-multiple, self.right.gradients)]))
+        if free and base is None and apart <= self.rounding(self.found):
+            return
         if off <= min(self.rounding(predicted), apart / 4) and (finding := say(times)):
             self.fitting.append((off, finding))
 
@@ -277,14 +318,25 @@ def try_own_rows(trials: Trials) -> None:
 
 
 class _StatisticsByPart(TorchFunctionMode):
-    """Means, variances and batch normalisations over the rows of tensors, which are the batch's samples in order, are those of each
-    part's rows, and stand in each of its rows. sizes: how many rows each part has."""
+    """Means, variances and batch normalisations over the rows of tensors, which are the batch's samples in order, are made of those of each
+    part's rows. sizes: how many rows each part has. how: by what name of STATISTICS."""
 
-    _OVER_ROWS = {function for name in ("mean", "var", "std") for function in (getattr(torch, name), getattr(torch.Tensor, name))}
+    _OVER_ROWS = {function: name for name in ("mean", "var", "std") for function in (getattr(torch, name), getattr(torch.Tensor, name))}
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], how: str) -> None:
         super().__init__()
-        self._sizes = [size for size in sizes if size]
+        self._sizes, self._how, self.used = [size for size in sizes if size], how, False
+
+    def _moments(self, rows: torch.Tensor, correction: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean and the variance that all rows are given."""
+        parts, each = rows.split(self._sizes), "averaged" in self._how
+        size = [len(rows) / len(parts) if each else len(part) for part in parts]
+        mean = torch.stack([part.mean(0) * share for part, share in zip(parts, size)]).sum(0) / len(rows)
+        if self._how == "means averaged" or self._how == "unbiased":
+            correction = 1 - correction if self._how == "unbiased" else correction
+            return mean, (rows - mean).square().sum(0) / (len(rows) - correction)
+        within = [(part - part.mean(0)).square().sum(0) / max(len(part) - correction, 1) * share for part, share in zip(parts, size)]
+        return mean, torch.stack(within).sum(0) / len(rows)
 
     def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
         named = named or {}
@@ -292,36 +344,95 @@ class _StatisticsByPart(TorchFunctionMode):
         if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or rows.shape[0] != sum(self._sizes):
             return function(*arguments, **named)
         dim = named.get("dim", arguments[1] if len(arguments) > 1 else None)
-        if function in self._OVER_ROWS and dim in (0, (0,), [0]):
-            each = [(part, function(part, *arguments[1:], **named)) for part in rows.split(self._sizes)]
-            return torch.cat([found.reshape(1, *part.shape[1:]).expand_as(part) for part, found in each])
+        if (name := self._OVER_ROWS.get(function)) and dim in (0, (0,), [0]):
+            self.used = True
+            if self._how == "own":
+                each = [(part, function(part, *arguments[1:], **named)) for part in rows.split(self._sizes)]
+                return torch.cat([found.reshape(1, *part.shape[1:]).expand_as(part) for part, found in each])
+            mean, variance = self._moments(rows, float(named.get("correction", named.get("unbiased", 1))))
+            found = mean if name == "mean" else variance if name == "var" else variance.sqrt()
+            return found[None] if named.get("keepdim") else found
         if function is F.batch_norm and named.get("training", arguments[5] if len(arguments) > 5 else False):
-            return torch.cat([function(part, *arguments[1:], **named) for part in rows.split(self._sizes)])
+            self.used = True
+            if self._how == "own":
+                return torch.cat([function(part, *arguments[1:], **named) for part in rows.split(self._sizes)])
+            given = inspect.signature(F.batch_norm).bind(*arguments, **named)
+            given.apply_defaults()
+            mean, variance = self._moments(rows, 0)
+            given.arguments |= {"running_mean": mean, "running_var": variance, "training": False}
+            weight, bias = given.arguments["weight"], given.arguments["bias"]
+            found = (rows - mean) / (variance + given.arguments["eps"]).sqrt()
+            return (found if weight is None else found * weight) + (0 if bias is None else bias)
         return function(*arguments, **named)
 
 
-def _with_statistics_of(term: Term, sizes: Sequence[int]) -> Term:
+SUMS = "sum over ranks, and divide by the number of all rows: `dist.nn.functional.all_reduce(x.sum(0)) / count`, with the squares' sum the same way"
+STATISTICS = {
+    "own": ("are over each rank's samples alone", f"{GATHER} before these"),
+    "within": ("have for variance that of each rank about its own mean, averaged by their numbers of rows", SUMS),
+    "means averaged": ("have for mean the average of the ranks' means, however many rows each has", SUMS),
+    "both averaged": ("are the averages of the ranks' means and variances, however many rows each has", SUMS),
+    "unbiased": ("have a variance that is divided by one row less, or more, than in `loss`", "divide the sum of squares by what `loss` divides by: "
+                 "`x.var(0, correction=0)` as F.batch_norm, `correction=1` as torch.var")}
+
+
+def _with_statistics_of(term: Term, sizes: Sequence[int], how: str = "own") -> Term:
     """The same loss of the whole batch, whose statistics are each part's."""
     def loss(model: nn.Module, samples: Sequence[Any]) -> Any:
-        with _StatisticsByPart(sizes):
-            return term.loss(model, samples)
+        with _StatisticsByPart(sizes, how) as statistics:
+            found = term.loss(model, samples)
+        if not statistics.used:
+            raise _NotTried
+        return found
 
     return dataclasses.replace(term, loss=loss)
 
 
 def try_statistics(trials: Trials) -> None:
-    """Means and variances over each rank's rows."""
+    """Means and variances over each rank's rows, or made of these."""
     sizes = [size for micros in trials.batch if (size := sum(map(len, micros)))]
     whole = [term for term in trials.terms if term.whole]
-    if not whole or len(sizes) < 2:
-        return
-    by_rank = trials.step([_with_statistics_of(term, sizes) for term in whole], trials.batch).gradients
+    if whole and len(sizes) > 1:
+        trials.trying(*(functools.partial(_try_statistics, whole=whole, sizes=sizes, how=how) for how in STATISTICS))
+
+
+def _try_statistics(trials: Trials, whole: Sequence[Term], sizes: Sequence[int], how: str) -> None:
+    by_rank = trials.step([_with_statistics_of(term, sizes, how) for term in whole], trials.batch).gradients
     base = trials.base
     same = _sum([(1.0, by_rank), *([(1.0, base)] if base is not None else [])])
     if math.isfinite(norm_of(by_rank)) and not trials.is_near(same, trials.right.gradients):
+        what, change = STATISTICS[how]
         trials.line(base, by_rank, lambda times: {
-            "id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss whose means and "
-            "variances are over each rank's samples alone", "change": f"{GATHER} before these"})
+            "id": "loss_over_own_samples", "change": change,
+            "sentence": f"the gradient is {round(times, 4):g} times that of the loss whose means and variances {what}"})
+
+
+class _ComparedWithDetached(TorchFunctionMode):
+    """The second factor of each product of matrices passes no gradient on; or the first."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self._which = which
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
+        if function in (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__) and len(arguments) == 2:
+            arguments = tuple(factor.detach() if i == self._which else factor for i, factor in enumerate(arguments))
+        return function(*arguments, **(named or {}))
+
+
+def try_detached_factor(trials: Trials) -> None:
+    """All that rows are compared with was gathered without gradient, their own features too."""
+    whole = [term for term in trials.terms if term.whole]
+    if len(whole) != 1 or not whole[0].features:
+        return
+    for which in (1, 0):
+        def loss(model: nn.Module, features: Sequence[Any]) -> Any:
+            with _ComparedWithDetached(which):  # noqa: B023
+                return whole[0].loss(model, features)
+
+        trials.line(trials.base, trials.step([dataclasses.replace(whole[0], loss=loss)], trials.batch).gradients, lambda _: {
+            "id": "not_summed_over_axis", "sentence": "features are gathered without their gradient: each row has one as the row that is compared, "
+            "and none as one that others are compared with", "change": f"{GATHER} in place of that"}, 1.0)
 
 
 def _of_one_number(features: Features) -> Term:
@@ -371,6 +482,164 @@ def _weighted(ranks_of: Sequence[int], shares: Sequence[float], right: Sequence[
             "means or deviations are taken over another group of samples"}
 
 
+# The same samples or targets, each as often as fits best.
+def _fitted(parts: torch.Tensor, trials: Trials) -> list[tuple[float, float]] | None:
+    """For each part, a row of its gradient, the weight with which it is in the gradient found, and the one with which it is in the right
+    one; none where these gradients are not made of the parts."""
+    def flat(gradient: Gradients) -> torch.Tensor:
+        others = trials.others
+        return torch.cat([(g.double() - (others[name] if others else 0)).flatten() for name, g in gradient.items()])
+
+    both = torch.stack([flat(trials.found), flat(trials.right.gradients)], 1)
+    weights = torch.linalg.lstsq(parts.T, both, rcond=1e-12, driver="gelsd").solution
+    far = (parts.T @ weights - both).norm(dim=0)
+    return weights.tolist() if bool((far <= trials.rounding(trials.right.gradients)).all()) else None
+
+
+def _times(weights: Sequence[tuple[float, float]]) -> list[float]:
+    """How many times each part counts of what it should; NaN where it is in neither."""
+    least = 1e-6 * max(abs(weight) for pair in weights for weight in pair)
+    times = [found / right if abs(right) > least else math.nan if abs(found) <= least else math.inf for found, right in weights]
+    return [0.0 if abs(one) < 1e-5 else one for one in times]
+
+
+def _same(times: Sequence[float]) -> bool:
+    return all(math.isclose(one, times[0], rel_tol=1e-3, abs_tol=1e-5) for one in times)
+
+
+def _usual(times: Sequence[float]) -> float:
+    """The one that most have."""
+    return max(times, key=lambda one: sum(_same([one, other]) for other in times))
+
+
+def _few(each: Sequence[str]) -> str:
+    return f"{'; '.join(each[:4])}{f' and {len(each) - 4} more' if len(each) > 4 else ''}"
+
+
+OWN_BATCH = ("let each rank train the samples that it was given, each once: a sampler with `rank=dist.get_rank()`, no collective that replaces its "
+             "batch or its gradient by another rank's, and nothing that fills up or cuts its batch")
+ALIKE = ("differentiate the losses of all micro-batches with one factor, that of the whole step: `(loss_sum * scale / denominator).backward()`, and "
+         "divide by `scale` once, after the last one")
+FACTOR = ("multiply each loss by what `loss` multiplies it by (the weight, advantage, ratio or reference of the same sample or token): "
+          "`(losses * factor).sum()`")
+
+
+def try_samples(trials: Trials, several: bool) -> None:
+    """Samples, micro-batches or ranks that count more or less often than others. several: whole micro-batches have been tried."""
+    term, keys = trials.terms[0], trials.keys()
+    fits = bool(trials.right.shares) and len(keys) <= LARGEST_SHARES // (32 * sum(g.numel() for g in trials.found.values()))
+    parts = trials.made([term], range(len(keys))) if fits else []
+    weights = _fitted(torch.stack([torch.cat([g.flatten() for g in part.values()]) for part in parts]), trials) if parts else None
+    if not weights:
+        return
+    places = [f"sample {i} of micro-batch {j} on rank {rank}" for rank, micros in enumerate(trials.batch) for j, micro in enumerate(micros)
+              for i in range(len(micro))]
+    counted = [(t, key, place) for t, key, place in zip(_times(weights), keys, places) if not math.isnan(t)]  # others have no gradient
+    times, keys, places = [t for t, _, _ in counted], [key for _, key, _ in counted], [place for _, _, place in counted]
+    if _same(times):
+        return
+    one_cell = all(_same([t for t, key in zip(times, keys) if key == cell]) for cell in {*keys})
+    if several and one_cell:
+        return
+    usual = _usual(times)
+    for of, change in (("those of rank {}", OWN_BATCH), ("those of micro-batch {1} of each rank", ALIKE), ("those of micro-batch {1} on rank {0}", ALIKE)):
+        groups = [of.format(*key) for key in keys]
+        by_group = {group: [t for t, own in zip(times, groups) if own == group] for group in groups}
+        if len(by_group) > 1 and all(map(_same, by_group.values())):
+            what, told = change, [f"{group} count {some[0]:.4g} times" for group, some in by_group.items()]
+            break
+    else:
+        odd = [i for i, t in enumerate(times) if not _same([t, usual])]
+        if 2 * len(odd) < len(times) and usual:
+            what, told = OWN_BATCH, [f"{places[i]} counts {times[i] / usual:.4g} times as often as most" for i in odd]
+        else:
+            what, told = FACTOR, [f"{place} counts {t:.4g} times" for place, t in zip(places, times)]
+    trials.fitting.append((0.0, {"id": "samples_weighted_differently", "change": what, "sentence": "the gradient is made of the same samples, which "
+                                 f"count more or less often than in `loss`: {_few(told)}"}))
+
+
+ALL_TARGETS = ("leave out no target that `loss` has: shift labels once, of the whole document, before it is cut (`labels = document[1:]`), and mask "
+               "what `loss` masks")
+ALL_TERMS = ("differentiate each cross entropy that `loss` has, with its factor, as of both directions: "
+             "`(F.cross_entropy(logits, wanted) + F.cross_entropy(logits.T, wanted)) / 2`")
+
+
+class _EachTarget(_CrossEntropies):
+    """Keeps the losses of cross entropies, one for each target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def other(self, given: inspect.BoundArguments) -> torch.Tensor:
+        found = F.cross_entropy(*given.args, **given.kwargs)
+        target, ignored = given.arguments["target"], given.arguments["ignore_index"]
+        given.arguments["reduction"] = "none"
+        losses = F.cross_entropy(*given.args, **given.kwargs).flatten()
+        self.losses.extend(losses if target.is_floating_point() else losses[target.flatten() != ignored])
+        return found
+
+
+def try_each_target(trials: Trials) -> None:
+    """Targets of a cross entropy that are left out, or count more or less often than others."""
+    term, numbers = trials.terms[0], sum(g.numel() for g in trials.found.values())
+    most = min(numbers // 4, LARGEST_SHARES // (32 * numbers), MOST_TARGETS)
+    if most < 2 or not (term.whole or trials.right.shares):
+        return
+    model = trials.fresh()
+    named = {plain_name(name): p for name, p in model.named_parameters()}
+    trained = [named[name] for name in trials.found]
+    dtype = trained[0].dtype
+    samples = [(f"sample {i} of micro-batch {j} on rank {rank}", in_precision(sample, dtype)) for rank, micros in enumerate(trials.batch)
+               for j, micro in enumerate(micros) for i, sample in enumerate(micro)]
+    rows: list[torch.Tensor] = []
+    places: list[str] = []
+    for place, some in [("the batch", [sample for _, sample in samples])] if term.whole else samples:
+        with _EachTarget() as seen:
+            term.loss(model, [term.features(model, sample) for sample in some] if term.features else some)
+        if not seen.losses or len(rows) + len(seen.losses) > most:
+            return
+        for loss in seen.losses:
+            each = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+            rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(each, trained)]))
+            places.append(place)
+    weights = _fitted(torch.stack(rows), trials) if rows else None
+    if not weights or _same(own := [t for t in _times(weights) if not math.isnan(t)]):
+        return
+    lost, odd, told = list[str](), False, list[str]()
+    for place in dict.fromkeys(places):
+        times = [t for t, of in zip(_times(weights), places) if of == place]
+        counted = [t for t in times if not math.isnan(t)]
+        usual = _usual([t for t in counted if t] or [0.0])
+        missing = _stretches([i for i, t in enumerate(times) if t == 0], place) if usual else []
+        lost += missing
+        odd |= not _same([t for t in counted if t] or [0.0])
+        if counted and _same(counted):
+            told += [f"those of {place} {usual:.4g} times"] * (not _same([usual, 1.0]))
+        else:
+            for other in dict.fromkeys(f"{t:.4g}" for t in times if not math.isnan(t) and not _same([t, 1.0])):
+                told += [f"{of} {other} times" for of in _stretches([i for i, t in enumerate(times) if f"{t:.4g}" == other], place)]
+    if lost and not odd:
+        others = [t for t in own if t]
+        more = f"; the others count {others[0]:.4g} times" if _same(others) and not _same([others[0], 1.0]) else ""
+        finding: Finding = {"id": "other_targets", "sentence": f"targets are left out: {_few(lost)}{more}", "change": ALL_TERMS if term.whole else
+                            ALL_TARGETS}
+    else:
+        finding = {"id": "samples_weighted_differently", "change": FACTOR, "sentence": "the gradient is made of the same targets, which count more or "
+                   f"less often than in `loss`: {_few(told)}"}
+    trials.fitting.append((0.0, finding))
+
+
+def _stretches(numbers: Sequence[int], place: str) -> list[str]:
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return [f"target{'s' if len(some) > 1 else ''} {some[0]}{f' to {some[-1]}' if len(some) > 1 else ''} of {place}" for some in found]
+
+
 def try_earlier(trials: Trials, earlier: Mapping[str, torch.Tensor]) -> None:
     if earlier:
         trials.line(trials.right.gradients, earlier, lambda times: {
@@ -387,6 +656,19 @@ def try_terms(trials: Trials, gathers: bool) -> None:
         trials.line(trials.right.gradients, trials.step([term], trials.batch).gradients, lambda times: {
             "id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should "  # noqa: B023
             "be, all others are right", "change": _term_as_declared(trials, term, what, 1 + times)})  # noqa: B023
+
+
+def try_terms_of_ranks(trials: Trials) -> None:
+    """One of several terms that are sums over samples has each rank's or micro-batch's own mean."""
+    for i, term in enumerate(trials.terms if len(trials.terms) > 1 else ()):
+        for name, keys, each, _ in _divisions(trials) if not term.whole else ():
+            if alone := trials.made([term], keys):
+                others = trials.step([other for j, other in enumerate(trials.terms) if j != i], trials.batch).gradients
+                what = f"terms[{i - 1}]" if i else "loss"
+                trials.line(others, _sum([(1 / len({*keys}), part) for part in alone]), lambda _: {
+                    "id": name, "sentence": f"{what} alone: the mean over {each}, averaged; all other terms are right",  # noqa: B023
+                    "change": f"sum {what} over samples too, and divide it by the count of all ranks and micro-batches: "  # noqa: B023
+                    "`term_sum * dist.get_world_size() / count`"}, 1.0)
 
 
 def _term_as_declared(trials: Trials, term: Term, what: str, times: float) -> str:
@@ -830,6 +1112,17 @@ def try_packs(trials: Trials) -> None:
             "change": "; ".join([ALONE] * sees + [FROM_0] * runs_on)}))
 
 
+def try_positions_of_parts(trials: Trials) -> None:
+    """Each of the ranks that share a sample has a part of its tokens, and counts positions from its own first one."""
+    if trials.terms[0].whole or trials.peers < 2:
+        return
+    places = [[[(one.tokens, NONE, NONE, torch.arange(one.tokens.shape[-1]) % -(-one.tokens.shape[-1] // trials.peers)) for one in some]
+               for some in micros] for micros in trials.seen]
+    _try_places(trials, places, {
+        "id": "documents_leak", "sentence": f"positions begin at 0 in each of the {trials.peers} parts into which ranks cut a sample",
+        "change": "let positions run on from one rank's part to the next one's: `first + torch.arange(len(part))`"})
+
+
 def try_padding(trials: Trials) -> None:
     """The samples of a micro-batch stand in rows of one length, and see what fills these; or it predicts their first tokens."""
     if trials.terms[0].whole:
@@ -918,7 +1211,7 @@ def try_casts(trials: Trials) -> None:
 
     def split(gradient: Gradients) -> tuple[float, Gradients]:
         """The multiple of the right gradient in it, and the rest."""
-        multiple = _dot(gradient, right) / max(trials.right.norm**2, 1e-300)
+        multiple = dot(gradient, right) / max(trials.right.norm**2, 1e-300)
         return multiple, _sum([(1.0, gradient), (-multiple, right)])
 
     if sum(g.numel() for g in right.values()) < FEWEST_ELEMENTS:
@@ -935,7 +1228,7 @@ def try_casts(trials: Trials) -> None:
 
         cast = trials.step([dataclasses.replace(term, loss=loss), *trials.terms[1:]], trials.batch).gradients
         _, other = split(cast)
-        cosine = _dot(off, other) / max(norm_of(off) * norm_of(other), 1e-300)
+        cosine = dot(off, other) / max(norm_of(off) * norm_of(other), 1e-300)
         if cosine >= ALONG and 0.5 <= norm_of(off) / norm_of(other) <= 2.0:
             name = str(dtype).removeprefix("torch.")
             trials.fitting.append((norm_of(_sum([(1.0, trials.found), (-1.0, cast)])), {

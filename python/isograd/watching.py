@@ -18,19 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from . import _random, _reference
 from ._changes import known_changes
 from ._engines import can_repeat, engine_of, GradientOf
-from ._hypotheses import GATHER, Trials
+from ._hypotheses import GATHER, dot, Trials
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
 from ._ranks import (all_sum, assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      plain, plain_name, ranks, refuse, spread, summed, trained, whole)
 from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
-from ._reference import MEANS, Batch, Features, Loss, Mean, Reference, Term, one_process
-from ._torch_names import default_store, is_batch_norm, is_dropout, mixed_dtypes
+from ._reference import MEANS, Batch, Features, Gradients, Loss, Mean, norm_of, Reference, Term, one_process
+from ._torch_names import default_store, has_comm_hook, is_batch_norm, is_dropout, mixed_dtypes
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
@@ -528,7 +530,7 @@ class watch:
         modules = list(dict.fromkeys(name for one in everyone for name in one["order"])) if measurable else []
         lines = [line for one in everyone for line in one["gathers"]]
         unit = torch.finfo(own).eps / 2
-        trials = Trials(step_of, fresh, self.terms, once, gradients, right, unit)
+        trials = Trials(step_of, fresh, self.terms, once, gradients, right, unit, peers=self.size // len(batch))
         measure = functools.cache(lambda: _reference.measure_rounding(fresh(), again, own, gradients, right.gradients))
 
         def with_rounding(verdict: Verdict) -> Verdict:
@@ -552,6 +554,8 @@ class watch:
             by_place = [drawn[self._places.index(place)] for place in sorted({*self._places})] if drawn else []
             trials.rest({name: self._initial[name].detach().double().cpu() for name in gradients}, earlier, by_place, verdict.findings)
             cause = trials.nearest()
+        cause = cause or trials.instead(verdict.findings, *_wrapped(self.model)) or _of_late_division(
+            verdict, gradients, applied, right, limit)
         if cause := cause or self._of_changes(verdict, everyone) or self._of_places(
                 verdict, list(gradients), modules) or self._of_clips(verdict):
             findings.append(cause)
@@ -769,6 +773,26 @@ def _wrong_norm(norms: Sequence[float | None], right: float) -> float | None:
 def _vague(verdict: Verdict) -> bool:
     """It fails without a name for the cause."""
     return not {"unknown", "undecided"}.isdisjoint(verdict.findings)
+
+
+def _wrapped(model: nn.Module) -> tuple[bool, list[tuple[int, ...]]]:
+    """Whether DDP or FSDP2 averages gradients, and the sizes of the meshes on which parameters lie."""
+    wrappers = [module for module in model.modules() if isinstance(module, (DistributedDataParallel, FSDPModule))]
+    averages = bool(wrappers) and not any(has_comm_hook(module) for module in wrappers if isinstance(module, DistributedDataParallel))
+    return averages, [p.device_mesh.shape for p in model.parameters() if isinstance(p, DTensor)]
+
+
+def _of_late_division(verdict: Verdict, found: Gradients, applied: Gradients | None, right: Reference, limit: float | None) -> Finding | None:
+    """A gradient that is clipped first, and divided by what it is too large by after that."""
+    if applied is None or not (_vague(verdict) or "unscaled_sum" in verdict.findings):
+        return None
+    times = dot(found, right.gradients) / max(right.norm**2, 1e-300)
+    taken = dot(applied, found) / max(norm_of(found)**2, 1e-300) / (_coefficient(limit, norm_of(found)) or 1.0)
+    if math.isclose(taken * times, 1.0, rel_tol=1e-3) and not math.isclose(times, 1.0, rel_tol=1e-3):
+        return {"id": "clip_differs", "sentence": f"the gradient is {times:.6g} times what it should be when it is clipped, and divided by that "
+                "after the clip", "change": "divide before the clip: `p.grad /= denominator` of all parameters, or the loss, and then "
+                "`clip_grad_norm_(parameters, max_norm)`"}
+    return None
 
 
 def _within_each(verdict: Verdict) -> bool:

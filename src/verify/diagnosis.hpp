@@ -61,7 +61,8 @@ namespace isograd {
   FINDING(groups_clipped_apart, "groups of parameters are clipped by coefficients of their own") \
   FINDING(values_clipped, \
           "elements are clipped, each by itself: the direction of the gradient is another one") \
-  FINDING(documents_leak, "a document in a pack changes what another one computes") \
+  FINDING(documents_leak, \
+          "a document in a pack changes what another one computes, or positions begin at a wrong token") \
   FINDING(padding_seen, "what a sample computes depends on the padding next to it: no mask covers it") \
   FINDING(term_scaled, "one term of the loss is multiplied, the others are right") \
   FINDING(some_parameters_scaled, \
@@ -86,9 +87,10 @@ namespace isograd {
   FINDING(gradient_of_earlier_step, "what the gradient was before the step is in it, too") \
   FINDING(loss_over_own_samples, \
           "a loss over the whole batch is taken over each rank's or micro-batch's samples alone, in other " \
-          "shares than equal ones") \
+          "shares than equal ones; or its means and variances are made of the ranks' own") \
   FINDING(samples_weighted_differently, \
-          "a loss over the whole batch gives samples other weights: a mean is taken over another group of them") \
+          "the same samples or targets count more or less often: some twice, some not at all, each in a share " \
+          "of its own") \
   FINDING(micro_batches_lost, "only the last (or first) micro-batch of each rank is in the gradient") \
   FINDING(missing_rank_part, "a rank's part of some gradient is not in the sum") \
   FINDING(missing_data_part, "the part of some data is not in the sum, whichever rank has them") \
@@ -97,7 +99,7 @@ namespace isograd {
   FINDING(other_batch, "the runs did not see the same samples") \
   FINDING(other_targets, \
           "the same samples, but other tokens carry loss: padding or the first label counted, labels not " \
-          "shifted, shifted twice or smoothed, first or last targets left out") \
+          "shifted, shifted twice or smoothed, targets left out") \
   FINDING(initial_parameters_differ, "parameters differ before the first step") \
   FINDING(noise_depends_on_layout, "random numbers depend on the rank, not on the sample") \
   FINDING(evaluation_mode, \
@@ -109,7 +111,8 @@ namespace isograd {
   FINDING(elements_not_owned_once, "some element has no owner, or several, in norms and checkpoints") \
   FINDING(norm_differs, "the norm is wrong in a way that fits no known mistake") \
   FINDING(shares_differ, "the recorded shares of ranks and micro-batches do not add up to the gradient") \
-  FINDING(clip_differs, "the clip coefficient does not follow from the norm") \
+  FINDING(clip_differs, \
+          "the clip coefficient does not follow from the norm, or the gradient is divided after the clip") \
   FINDING(optimizer_differs, "the gradient is right, the parameters after some updates are not") \
   FINDING(not_in_optimizer, "no group of an optimizer holds a parameter that is trained") \
   FINDING(not_updated, "the optimizer stepped, and a parameter that has a gradient did not move") \

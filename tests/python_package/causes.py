@@ -1,5 +1,6 @@
 """python causes.py: steps on two ranks with a mistake each, and the same without it. As JSON: by mistake, whether the right step and the
 mistaken one passed, with findings and sentences, or the error."""
+import functools
 import json
 import sys
 
@@ -269,6 +270,110 @@ def own_rows(rank, wrong):
     return step.verdict
 
 
+def weighted(of, lengths=((9, 5, 8), (12, 6))):
+    """Each sample's losses times of(rank, its number, its losses)."""
+    def case(rank, wrong):
+        def each(model, samples):
+            some = [losses(model, tokens) for tokens in samples]
+            return torch.cat([one * of(rank, i, one) if wrong else one for i, one in enumerate(some)])
+
+        return watched(documents(rank, *lengths), losses, each)
+
+    return case
+
+
+def compared(rank, wrong, change):
+    """Rows that are compared with all rows, in both directions: with those `cut` off from their gradient, or in `one` direction."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = [torch.randn(2, 4, generator=torch.Generator().manual_seed(rank + 2 * i)) for i in range(3)]
+
+    def contrast(model, features):
+        one, other = torch.stack(list(features)).unbind(1)
+        wanted = torch.arange(len(one))
+        return (F.cross_entropy(one @ other.T, wanted) + F.cross_entropy(other @ one.T, wanted)) / 2
+
+    with isograd.watch(model, optimizer, micro_batches=[samples], features=lambda model, pair: model(pair), loss=contrast) as step:
+        own = model(torch.stack(samples))
+        every = torch.cat(list(dist.nn.functional.all_gather(own)))
+        wanted = 3 * rank + torch.arange(3)
+        directions = []
+        for a, b in ((own[:, 0], every[:, 1]), (own[:, 1], every[:, 0])):
+            directions.append(F.cross_entropy(a @ (b.detach() if wrong and change == "cut" else b).T, wanted))
+        (directions[0] if wrong and change != "cut" else sum(directions) / 2).backward()
+        reduced(model.parameters())
+        for p in model.parameters():
+            p.grad /= 2
+        optimizer.step()
+    return step.verdict
+
+
+def moments(change):
+    """A loss of features less their mean over all rows, over their standard deviation; ranks have 4 and 2 rows."""
+    def case(rank, wrong):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        samples = [torch.randn(4, generator=torch.Generator().manual_seed(rank + 2 * i)) + rank for i in range((4, 2)[rank])]
+
+        def of(rows, mean, variance):
+            return ((rows - mean) / variance.sqrt()).tanh().square().sum()
+
+        def whole(model, features):
+            rows = torch.stack(list(features))
+            return of(rows, rows.mean(0), rows.var(0, correction=0)) / len(rows)
+
+        with isograd.watch(model, optimizer, micro_batches=[samples], features=lambda model, x: model(x), loss=whole) as step:
+            rows = model(torch.stack(samples))
+            total, wrongly = torch.distributed.nn.functional.all_reduce, change if wrong else ""
+            mean = total(rows.mean(0)) / 2 if wrongly == "means" else total(rows.sum(0)) / 6
+            about = rows.mean(0) if wrongly == "within" else mean
+            variance = total((rows - about).square().sum(0)) / (5 if wrongly == "unbiased" else 6)
+            (of(rows, mean, variance) / 6).backward()
+            reduced(model.parameters())
+            optimizer.step()
+        return step.verdict
+
+    return case
+
+
+def late_division(rank, wrong):
+    """The gradient is divided by the number of targets before it is clipped, or after it."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = documents(rank, (9, 5), (12,))
+    with isograd.watch(model, optimizer, micro_batches=[samples], loss=losses) as step:
+        each_apart(losses)(model, samples).sum().backward()
+        reduced(model.parameters())
+        for late in (False, True):
+            for p in model.parameters():
+                p.grad /= 23 if late == wrong else 1
+            if not late:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return step.verdict
+
+
+def one_term(rank, wrong):
+    """The second term is each rank's mean, or that of all targets."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = documents(rank, (9, 5), (12,))
+
+    def sizes(model, tokens):
+        return model(tokens[:-1]).square().mean(-1)
+
+    with isograd.watch(model, optimizer, micro_batches=[samples], loss=losses, terms=[isograd.Term(sizes, 0.5)]) as step:
+        second = each_apart(sizes)(model, samples)
+        (each_apart(losses)(model, samples).sum() / 23 + 0.5 * (second.mean() / 2 if wrong else second.sum() / 23)).backward()
+        reduced(model.parameters())
+        optimizer.step()
+    return step.verdict
+
+
 def seeded_by_rank(rank, wrong):
     """With the sample it passes."""
     def seeded(model, tokens):
@@ -312,8 +417,7 @@ def a_loss_that_takes_nothing_else(rank, wrong):
         return each
 
     def of_step(model, samples):
-        each = torch.cat([losses(model, tokens) for tokens in samples])
-        return each * torch.linspace(0.5, 2, len(each)) if wrong else each
+        return torch.cat([F.cross_entropy(model(tokens[:-1]) * (1.2 if wrong else 1.0), tokens[1:], reduction="none") for tokens in samples])
 
     return watched(documents(rank, (9, 5), (12,)), strict, of_step)
 
@@ -339,6 +443,17 @@ CASES = {
     "evaluation_mode of PyTorch's": evaluation(lambda: nn.Dropout(0.3)),
     "rounding of logits": cast,
     "not_summed_over_axis of features": own_rows,
+    "not_summed_over_axis of what is compared": functools.partial(compared, change="cut"),
+    "other_targets of one direction": functools.partial(compared, change="one"),
+    "other_targets in the middle": weighted(lambda rank, i, each: torch.arange(len(each)) % 4 != 3),
+    "samples_weighted_differently a sample twice": weighted(lambda rank, i, _: 2.0 if (rank, i) == (0, 1) else 1.0),
+    "samples_weighted_differently one rank alone": weighted(lambda rank, i, _: 2.0 * (rank == 0)),
+    "samples_weighted_differently each target": weighted(lambda rank, i, each: torch.linspace(0.5, 2, len(each))),
+    "loss_over_own_samples means averaged": moments("means"),
+    "loss_over_own_samples variances within": moments("within"),
+    "loss_over_own_samples unbiased": moments("unbiased"),
+    "mean_of_rank_means of one term": one_term,
+    "clip_differs divided late": late_division,
     "noise_depends_on_layout": seeded_by_rank,
     "buffers_differ": statistics,
     "refused": dropout_without_a_seed,

@@ -144,6 +144,8 @@ CHANGES = {
         'sum(F.cross_entropy(model(document[:-1]), document[1:], reduction="none").sum() for document in pack)'}),
     "pack_dropped": Change(of("loss.backward()")),
     "own_rows_alone": Change({GATHER: "torch.cat(dnn.all_gather(part))"}),
+    "one_direction": Change({"(F.cross_entropy(logits, wanted) + F.cross_entropy(logits.T, wanted)) / 2":
+                             "pair_loss((images, all_images), (texts, all_texts), scale, 4 * w.rank)"}),
     "own_pairs": Change(of(GATHER), {
         "        loss = pair_loss(": """
         images, texts = (torch.cat(torch.distributed.nn.functional.all_gather(features)) for features in (images, texts))

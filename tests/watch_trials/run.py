@@ -120,7 +120,7 @@ def outcome(trial, result):
         return "refused"
     if result["passed"] or trial.kind == "right":
         return {("mistake", True): "passed", ("right", True): "right"}.get((trial.kind, result["passed"]), "alarm")
-    true, said = set(names.TRUE.get(trial.name, "").split()), set(result["findings"])
+    true, said = set((names.TRUE | names.SECOND)[trial.name].split()), set(result["findings"])
     if said <= {"undecided", "unknown", "unresolved"}:
         return "undecided"
     return "named" if said <= true else "half named" if said & true else "misnamed"

@@ -1,4 +1,4 @@
-"""More trainers, and what goes wrong in them, in the marks of trainers.py: what other people's trainers were once mended for, and
+"""More trainers, and what goes wrong in them, in the marks of trainers.py: what other people's trainers were once corrected for, and
 sequence parallelism, ZeRO, preferences, policies and batch statistics by hand.
 """
 import copy
@@ -59,10 +59,6 @@ def translated(w):
                 each.sum().backward()
                 #! means_divided_again | a micro-batch's mean is differentiated, and the gradient divided by the tokens of the step too
                 #- each.mean().backward()
-                #! divided_in_the_loop | the gradient is divided after each micro-batch: what the first one gave is divided twice
-                #- each.sum().backward()
-                #- for p in model.parameters():
-                #-     p.grad /= sum(len(document) - 1 for batch in batches for document in batch)
                 #= size_known_first |
                 #- (each.sum() * w.size / known).backward()
             size += len(each)
@@ -71,8 +67,6 @@ def translated(w):
             #! last_size | the gradient is divided by the tokens of the last micro-batches alone
             #- size = torch.tensor(len(each))
         size = w.sum(size)
-        #! size_of_rank | the number of tokens is not summed over ranks: each rank divides by its own
-        #- size = size * w.size
         for p in model.parameters():
             #! blocks_divided | the gradient of embeddings, last norm and head is not divided: that of the blocks alone is
             #- for p in model.module.blocks.parameters():
@@ -88,40 +82,6 @@ def translated(w):
         #- clip_grad_norm_(model.parameters(), 0.5)
         #- for p in model.parameters():
         #-     p.grad *= w.size / size
-        optimizer.step()
-
-
-@trainer(3, torch.float32)
-def detected(w):
-    """Boxes of images: a class and two coordinates each; a rank has none. The mean is over boxes."""
-    model = DDP(Classifier())
-    optimizer = SGD(model.parameters(), lr=0.1)
-    images = [(w.normal(n, 6), w.number(n, below=5), w.normal(n, 2)) for n in ((1, 0), (0,), (1,))[w.rank]]
-
-    def boxes(model, image):
-        logits = model(image[0])
-        return F.cross_entropy(logits, image[1], reduction="none") + 5 * (logits[:, :2] - image[2].to(logits.dtype)).square().sum(-1)
-
-    with w.watch(model, optimizer, [images], boxes, mean_of(boxes)):
-        x, y, place = map(torch.cat, zip(*images))
-        #! box_made_up | a rank without a box trains one of zeros and class 0, which is counted
-        #- x, y, place = map(torch.cat, zip(*images))
-        #- if not len(x):
-        #-     x, y, place = torch.zeros(1, 6), torch.zeros(1, dtype=torch.long), torch.zeros(1, 2)
-        logits = model(x)
-        far = (logits[:, :2] - place).square().sum(-1)
-        #! coordinates_averaged | the squared distances are averaged over the two coordinates, where they are summed
-        #- far = (logits[:, :2] - place).square().mean(-1)
-        number = w.sum(len(x)).clamp(min=1) / w.size
-        #! at_least_one_each | the average number of boxes of a rank is clamped to 1: divided by 3 (one each rank), where there are 2 boxes
-        #- number = (w.sum(len(x)) / w.size).clamp(min=1)
-        #= not_clamped | there is a box, and nothing is clamped
-        #- number = w.sum(len(x)) / w.size
-        loss = F.cross_entropy(logits, y, reduction="sum") + 5 * far.sum()
-        #! distance_weight_forgotten | the distances are not weighted by 5
-        #- loss = F.cross_entropy(logits, y, reduction="sum") + far.sum()
-        optimizer.zero_grad()
-        (loss / number).backward()
         optimizer.step()
 
 
@@ -146,16 +106,12 @@ def loss_scaled(w):
                 #! scale_halved_between | the scale is halved between micro-batches, and divided out as it is last: the first micro-batch counts twice
                 #- (scale * loss).backward()
                 #- scale = scale / 2 if not i else scale
-                #! scaled_last | the loss of the last micro-batch alone is scaled: the first one is lost when the scale is divided out
-                #- (scale * loss if i else loss).backward()
                 #= scaled_by_pytorch | GradScaler's scale
                 #- scaler.scale(loss).backward()
         for p in model.parameters():
             #! vectors_left_scaled | the scale is divided out of matrices alone
             #- for p in [p for p in model.parameters() if p.ndim > 1]:
             p.grad /= scale
-            #! scale_of_next_step | the scale grows before it is divided out: half of the gradient is left
-            #- p.grad /= 2 * scale
         #= scaled_by_pytorch 2 |
         #- scaler.unscale_(optimizer)
         w.measure(model)
@@ -184,8 +140,6 @@ def sequence_parallel(w):
         #- key, value = (torch.cat([x if i == part else y for i, y in enumerate(Gathered.apply(x.detach(), group).chunk(2))])
         #-               for x in (key, value))
         sees = torch.ones(len(key), len(key), dtype=torch.bool).tril()[first:first + len(hidden)]
-        #! sees_as_first_part | the second part's mask is that of the first: it sees the first part alone
-        #- sees = torch.ones(len(key), len(key), dtype=torch.bool).tril()[:len(hidden)]
         hidden = hidden + block.out(F.scaled_dot_product_attention(query, key, value, attn_mask=sees))
         return hidden + block.down(F.gelu(block.up(block.norm2(hidden))))
 
@@ -223,46 +177,6 @@ def sequence_parallel(w):
             #- dist.all_reduce(p.grad, group=mesh.get_group("data"))
         optimizer.step()
         optimizer.zero_grad()
-
-
-@trainer(3, torch.float32)
-def partitioned(w):
-    """ZeRO-1 by hand: each rank updates its own parameters and sends them to the others."""
-    model = Decoder(tied=True)
-    parameters = list(model.parameters())
-    owner = {p: i % w.size for i, p in enumerate(parameters)}
-    #= neighbours_together | a rank's parameters follow each other
-    #- owner = {p: i * w.size // len(parameters) for i, p in enumerate(parameters)}
-    mine = [p for p in parameters if owner[p] == w.rank]
-    optimizer = SGD(mine, lr=0.1, momentum=0.9)
-    documents = w.documents([[12, 5]], [[22]], [[4, 6, 3]])[0]
-    next_token(model, documents[0]).mean().backward()
-    with w.watch(model, optimizer, [documents], next_token, mean_of(next_token), clip=0.5, max_norm=0.5) as step:
-        model.zero_grad()
-        #! own_zeroed | the optimizer empties the gradients of its own parameters alone: in others that of an earlier step is left
-        #- optimizer.zero_grad()
-        each = torch.cat([next_token(model, document) for document in documents])
-        (each.sum() / w.sum(len(each))).backward()
-        for p in parameters:
-            dist.all_reduce(p.grad)
-        w.measure(model)
-        step.before_clipping()
-        square = w.sum(sum(p.grad.square().sum() for p in mine))
-        #! norm_of_own_part | clipped by the norm of the parameters that the rank owns
-        #- square = sum(p.grad.square().sum() for p in mine)
-        for p in parameters:
-            p.grad *= min(1.0, 0.5 / square.sqrt().item())
-        optimizer.step()
-        #! sent_before_update | owners send their parameters before they update them
-        #- for p in parameters:
-        #-     dist.broadcast(p.data, owner[p])
-        #- optimizer.step()
-        for p in parameters:
-            dist.broadcast(p.data, owner[p])
-            #! vectors_not_sent | biases and norms are not sent to the other ranks
-            #- dist.broadcast(p.data if p.ndim > 1 else p.data.clone(), owner[p])
-        #! sent_before_update 2 |
-        #- pass
 
 
 def score(model, row, prompt):
@@ -305,20 +219,12 @@ def preferred(w):
             #- bad = score(model, rejected, prompt) / (len(rejected) - prompt)
             #! rejected_cut_off | the rejected answer's log-probability has no gradient
             #- good, bad = score(model, chosen, prompt), score(model, rejected, prompt).detach()
-            #! reference_is_policy | the frozen copy's log-probabilities are those of the model that is trained
-            #- good, bad = score(model, chosen, prompt), score(model, rejected, prompt)
-            #- margin = (good - bad).detach()
             #! first_answer_token_lost | the first token of the answer is masked with the prompt
             #- good, bad = score(model, chosen, prompt + 1), score(model, rejected, prompt + 1)
             margins.append(good - bad - margin)
             #! reference_forgotten | the frozen copy's margin is not subtracted
             #- margins.append(good - bad)
-            #! reference_added | the frozen copy's margin has the wrong sign
-            #- margins.append(good - bad + margin)
         loss = -F.logsigmoid(0.5 * torch.stack(margins)).sum() * w.size / w.sum(len(pairs))
-        #! preferences_smoothed | labels of preferences are smoothed by 0.1, where they are not meant to be
-        #- smooth = 0.9 * F.logsigmoid(0.5 * torch.stack(margins)) + 0.1 * F.logsigmoid(-0.5 * torch.stack(margins))
-        #- loss = -smooth.sum() * w.size / w.sum(len(pairs))
         #! rows_counted | divided by the number of rows, of which a pair has two
         #- loss = -F.logsigmoid(0.5 * torch.stack(margins)).sum() * w.size / w.sum(2 * len(pairs))
         optimizer.zero_grad()
@@ -351,31 +257,20 @@ def views(w):
                  lambda model, pairs: all_views(model, [model.encode(*pair) for pair in pairs]),
                  features=lambda model, pair: model.encode(*pair)):
         sizes = [4, 2]
-        #! padding_compared | ranks' views are padded to the same number for the gathering, and the padding is compared too
-        #- sizes = [4, 4]
 
         def everyone(part):
             parts = Gathered.apply(F.pad(part, (0, 0, 0, 4 - len(part))), None).split(4)
             return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
         images, texts, scale = model(*map(torch.stack, zip(*pairs)))
-        #! second_view_cut_off | the second view has no gradient
-        #- images, texts, scale = model(*map(torch.stack, zip(*pairs)))
-        #- texts = texts.detach()
         everything, total = torch.cat([everyone(images), everyone(texts)]), sum(sizes)
         #! negatives_cut_off | gathered views have no gradient: anchors alone have
         #- everything, total = torch.cat([everyone(images), everyone(texts)]).detach(), sum(sizes)
         own = sum(sizes[:w.rank]) + torch.arange(len(images))
-        #! positives_not_offset | every rank takes the first rank's rows for its own: wrong positives
-        #- own = torch.arange(len(images))
         images, texts = scale * images, scale * texts
-        #! temperature_inverted | similarities are divided by the scale, where they are multiplied
-        #- images, texts = images / scale, texts / scale
         #= scale_on_the_other_side | the scale multiplies what is compared with
         #- everything = scale * everything
         loss = anchored(images, own + total, everything, own) + anchored(texts, own, everything, own + total)
-        #! itself_compared | a view is compared with itself
-        #- loss = anchored(images, own + total, everything, None) + anchored(texts, own, everything, None)
         optimizer.zero_grad()
         (loss * w.size / 12).backward()
         #! anchors_of_rank | each rank's mean over its own anchors
@@ -412,11 +307,7 @@ def routed(w):
         optimizer.zero_grad()
         loss = F.cross_entropy(logits, y, reduction="sum") * w.size / tokens
         chance, number = chance[real], tokens
-        #! padding_balanced | tokens of padding are in the load balance and in the entropy, sums and counts
-        #- chance, number = chance, w.sum(len(real))
         chosen = w.sum(F.one_hot(chance.argmax(-1), 3).sum(0)) / number
-        #! two_choices_counted | the load balance counts the two best experts of a token, where the best one is counted
-        #- chosen = w.sum(F.one_hot(chance.topk(2).indices, 3).sum((0, 1))) / number
         even = 3 * (chosen * chance.sum(0)).sum() * w.size / number
         #= one_product | the balance as a product of matrices
         #- even = 3 * chance.sum(0) @ chosen * w.size / number
@@ -471,42 +362,6 @@ def synchronised(w):
         optimizer.step()
 
 
-@trainer(3, torch.float64)
-def centred(w):
-    """A student of a teacher whose logits are centred over all samples and sharpened (DINO)."""
-    model = DDP(Classifier())
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    samples = [(w.normal(6), w.normal(5) + w.rank) for _ in range((4, 1, 3)[w.rank])]
-
-    def taught(model, features):
-        student, teacher = (torch.stack(column) for column in zip(*features))
-        wanted = ((teacher - teacher.mean(0)) / 0.5).softmax(-1)
-        return -(wanted * (student / 0.8).log_softmax(-1)).sum(-1).mean()
-
-    def logits(model, sample):
-        return model(sample[0]), sample[1].to(sample[0].dtype)
-
-    with w.watch(model, optimizer, [samples], taught, lambda model, samples: taught(model, [logits(model, s) for s in samples]),
-                 features=logits):
-        x, teacher = map(torch.stack, zip(*samples))
-        centre = w.sum(teacher.sum(0)) / 8
-        #! centre_of_rank | the centre is the mean of the rank's own samples
-        #- centre = teacher.mean(0)
-        #! centres_averaged | the centre is the average of the ranks' means, however many samples each has
-        #- centre = w.sum(teacher.mean(0)) / w.size
-        #! centre_forgotten | the teacher's logits are not centred
-        #- centre = 0
-        wanted = ((teacher - centre) / 0.5).softmax(-1)
-        loss = F.cross_entropy(model(x) / 0.8, wanted, reduction="sum")
-        #= written_out | the sum over classes is written out
-        #- loss = -(wanted * (model(x) / 0.8).log_softmax(-1)).sum()
-        #! student_not_sharpened | the student's logits are not divided by the temperature
-        #- loss = F.cross_entropy(model(x), wanted, reduction="sum")
-        optimizer.zero_grad()
-        (loss * w.size / 8).backward()
-        optimizer.step()
-
-
 def ratios(model, sample):
     """Each token's loss: the clipped ratio of probabilities times the advantage, and the distance from a frozen model."""
     tokens, advantage, old, frozen = sample
@@ -531,16 +386,12 @@ def policy(w):
         advantages = [sample[1] for sample in samples]
         #! advantages_of_neighbours | the samples of a rank have each other's advantages
         #- advantages = [sample[1] for sample in samples[::-1]]
-        #! advantages_of_rank | advantages have the mean of the rank's own subtracted once more
-        #- advantages = [sample[1] - sum(other[1] for other in samples) / 2 for sample in samples]
         for i, (row, _, old, frozen) in enumerate(samples):
             with nullcontext() if i else model.no_sync():
                 new = -next_token(model, row)
                 ratio, far = (new - old).exp(), frozen - new
                 #! ratio_of_itself | the old log-probabilities are the new ones, with their gradient: the ratio has none
                 #- ratio, far = (new - new).exp(), frozen - new
-                #! distance_reversed | the distance from the frozen model has the models exchanged
-                #- ratio, far = (new - old).exp(), new - frozen
                 gain = torch.min(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i])
                 #= losses_compared | the larger of the two losses
                 #- gain = -torch.max(-ratio * advantages[i], -ratio.clamp(0.8, 1.2) * advantages[i])
@@ -584,8 +435,6 @@ def hybrid(w):
         targets = w.sum(sum(len(document) - 1 for batch in batches for document in batch))
         for i, batch in enumerate(batches):
             model.set_requires_all_reduce(i + 1 == len(batches))
-            #! replicas_off | the sum over replicas is put off, and never made
-            #- model.set_requires_all_reduce(False)
             #! replicas_first | the sum over replicas is made after the first micro-batch, not after the last
             #- model.set_requires_all_reduce(i == 0)
             #= replicas_always | the sum over replicas is made after each
@@ -605,10 +454,6 @@ def loaded(w):
     #= hook_of_pytorch | DDP's own reduction, given as a hook
     #- model = DDP(Classifier())
     #- model.register_comm_hook(None, allreduce_hook)
-    #! hook_does_not_divide | a communication hook sums, where DDP divides by the ranks
-    #- model = DDP(Classifier())
-    #- model.register_comm_hook(None, lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(
-    #-     lambda done: done.value()[0]))
     #! hook_of_rank_0 | a communication hook sends the first rank's gradient to all
     #- model = DDP(Classifier())
     #- model.register_comm_hook(None, lambda _, bucket: dist.broadcast(bucket.buffer(), 0, async_op=True).get_future().then(
@@ -630,9 +475,6 @@ def loaded(w):
         #! samples_of_rank_0 | the first rank's samples are sent to all ranks, and trained there
         #- x, y = torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
         #- dist.broadcast(x, 0), dist.broadcast(y, 0)
-        #! labels_in_other_order | inputs are sorted and labels are not: samples have each other's labels
-        #- x, y = torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
-        #- x = x[x[:, 0].argsort()]
         #! filled_up_in_collate | the batch is filled up to 6 with its first sample, which counts twice
         #- x, y = torch.stack([sample[0] for sample in samples + samples[:1]]), torch.stack([s[1] for s in samples + samples[:1]])
         #! one_sample_missing | one sample of the second rank is lost, and the rest counted
@@ -675,12 +517,6 @@ def summed(w):
         #-     dist.all_reduce(p.grad)
         w.measure(model)
         clip_grad_norm_(model.parameters(), 0.3)
-        #! largest_element_clipped | clipped by the largest element, where the length of the gradient was meant
-        #- clip_grad_norm_(model.parameters(), 0.003, norm_type=float("inf"))
-        #! norm_over_ranks | the norm's square is summed over ranks, which all hold the whole gradient
-        #- norm = w.sum(sum(p.grad.square().sum() for p in model.parameters())).sqrt().item()
-        #- for p in model.parameters():
-        #-     p.grad *= min(1.0, 0.3 / norm)
         #= clipped_in_two_steps | the norm first, then the clip
         #- isograd.clip_grad_norm_(model, 0.3)
         optimizer.step()
