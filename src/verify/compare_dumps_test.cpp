@@ -255,6 +255,21 @@ TEST(CompareDumps, ACauseThatTheRecorderTriedStandsForWhatHasNoName) {
   EXPECT_FALSE(told.verdict.passed);
 }
 
+TEST(CompareDumps, WhatTheRecorderKnowsBetterStandsForANameThatFitsByChance) {
+  StepDump found = dump_of([](auto, auto) { return 1 / 3.0; }, false);
+  const auto told = [&](const std::string& id) {
+    found.findings = {{id, "seen", {}}};
+    return compare_dumps(found, right(), kNames).findings;
+  };
+  const auto open = told("undecided");
+  ASSERT_EQ(open.size(), 1u);
+  EXPECT_EQ(open[0].id, "undecided");
+  // Another name does not take its place: both are said.
+  const auto both = told("clip_differs");
+  ASSERT_EQ(both.size(), 2u);
+  EXPECT_EQ(both[0].id, "averaged_over_axis");
+}
+
 TEST(CompareDumps, SharesThatDoNotAddUpProveNothing) {
   StepDump reference = right();
   reference.shares[2][0][0].second.mul_(1.5);
