@@ -383,7 +383,7 @@ def _losses(model: nn.Module, term: Term, sample: Any, dtype: torch.dtype, autoc
     if not isinstance(value, torch.Tensor) or not (isinstance(count, (int, float) if weighted else int) and 0 <= count < math.inf):
         refuse("isograd.watch", f"the loss of a sample as {type(value).__name__} and a count {count!r}",
                "its losses, one for each target; or their sum and how many there are",
-               'Take reduction="none" at the valid targets')
+               'Take reduction="none" at the valid targets; mean="weighted" where the count is a sum of weights')
     if not isinstance(found, tuple) and value.dim() == 0 and not whole:
         refuse("isograd.watch", "the loss of a sample as one number, which may be a mean: divided already",
                "its losses, one for each target; or their sum and how many there are",
