@@ -68,6 +68,15 @@ def test_nothing_that_is_installed_needs_the_clone(prefix, project):
     assert (share / "LICENSE").exists() and (share / "docs/README.md").exists() and (share / "examples/first_light.toml").exists()
 
 
+def test_the_links_of_installed_pages_lead_to_files(prefix):
+    """Those of the guides and the reference, apart from the tests, tools and sources of the repository."""
+    folder = prefix / "share/doc/isograd"
+    dead = [f"{page.relative_to(folder)}: {link}" for page in sorted(folder.glob("docs/*.md"))
+            for link in re.findall(r"\]\(([^)#\s]+)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S))
+            if "://" not in link and not link.startswith("mailto:") and not (page.parent / link).exists()]
+    assert [line for line in dead if not re.search(r"\.\./(tests|tools|bench)/|\.\./src/.*\.[ch]pp", line)] == []
+
+
 def test_shells_and_man_find_their_files(prefix):
     share = prefix / "share"
     for place, words in {"bash-completion/completions/isograd": ["completions", "bash"], "zsh/site-functions/_isograd": ["completions", "zsh"],
