@@ -341,6 +341,9 @@ fs::path save_checkpoint(const SaveOptions& options, std::int64_t step, const Mo
   on_every_rank(all, [&] {
     if (step < 0)
       refuse("save_checkpoint()", fmt::format("step {}", step), "0 or more steps", "Count from 0");
+    if (fs::exists(options.root / kStateFile))
+      refuse(options.root.string(), "a checkpoint", "the folder that checkpoints are saved below",
+             "Give the folder above it, in which load_checkpoint() finds the newest one");
     tensors = tensors_of(*module, layout, options.placed);
   });
   check_others(tensors, layout.mesh());

@@ -517,6 +517,10 @@ TEST_F(OwnModule, CallsThatDoNotFitTheLayoutAreRefusedOnAllRanks) {
     EXPECT_THAT(error_of([&] { load_checkpoint(root_ / "w", net, *layout, *optimizer); }),
                 HasSubstr("read_weights()"));
     EXPECT_EQ(load_checkpoint(root_ / "run" / "step-00000004", net, *layout, *optimizer), 4);
+    EXPECT_THAT(error_of([&] {
+                  save_checkpoint({.root = root_ / "run" / "step-00000004"}, 5, net, *layout, *optimizer);
+                }),
+                AllOf(HasSubstr("found a checkpoint"), HasSubstr("the folder above it")));
   });
 }
 
