@@ -123,7 +123,11 @@ void Engine::throw_if_lost(Task& task) {
                                ? fmt::format("rank {} (a thread of this process)", r)
                                : fmt::format("rank {} (host {}, pid {})", r, member.host, member.pid);
   ended_by_another_rank = true;
-  fail(task, fmt::format("{} {}", name, died ? "has ended" : "left the group"), kRestart);
+  fail(
+      task, fmt::format("{} {}", name, died ? "has ended" : "left the group"),
+      fmt::format(
+          "{}. If it ended in order, it made fewer steps: a rank without data calls step({{}}) as often as the others",
+          kRestart));
 }
 
 // A rank that a debugger or signal has stopped may continue, so this is no error before the timeout.
