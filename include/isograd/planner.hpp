@@ -243,7 +243,8 @@ struct Neighbour {
   std::optional<double> seconds{};
 };
 
-// A law of docs/planning_reference.md: the number of devices (or tokens, or bytes) at which it begins to cost.
+// A law of docs/planning_reference.md: the number of devices (or tokens, or bytes) at which it begins to
+// cost.
 struct Law {
   std::string name{}, unit{}, statement{}, moved_by{};
   Estimate at{};

@@ -68,7 +68,8 @@ int show_errors(const PlanFlags& flags) {
   const TextRows errors = errors_table(rows);
   if (errors.size() == 1)
     refuse(flags.rows, fmt::format("{} rows, none of which can be predicted", rows.size()),
-           "rows of tier A on devices of the table", "Add rows: docs/planning_reference.md names the columns");
+           "rows of tier A on devices of the table",
+           "Add rows: docs/planning_reference.md names the columns");
   print(stdout, text_table(errors));
   if (!flags.html.empty()) page(rows).write(flags.html);
   return 0;

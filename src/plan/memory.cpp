@@ -279,8 +279,8 @@ MemoryParts MemoryModel::isograds(const Candidate& candidate, int rank) {
 
 // bf16 weights, fp32 gradients and the bf16 ones of backward, fp32 masters and Adam's states; 1F1B; logits in
 // fp32 and, from the second micro-batch on, their gradient (nanotron's source; the constants and the errors
-// are in docs/planning_reference.md). Without a pipeline some runs keep the gathered inputs of column-parallel
-// products and some gather them again: they are counted where there is memory for them.
+// are in docs/planning_reference.md). Without a pipeline some runs keep the gathered inputs of
+// column-parallel products and some gather them again: they are counted where there is memory for them.
 MemoryParts MemoryModel::others(const Candidate& candidate, int stage) {
   const StageShape& shape = stages(candidate)[std::size_t(stage)];
   const auto shards = double(candidate.data_ranks());

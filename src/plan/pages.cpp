@@ -332,11 +332,10 @@ Report page(const std::vector<PublishedRow>& rows) {
   TextRows errors = errors_table(rows);
   const std::vector<std::string> columns = std::move(errors.front());
   errors.erase(errors.begin());
-  report.table(
-      "Errors",
-      "|predicted / published - 1|; \"fits\" and \"cells\": the part of the rows "
-      "(docs/planning_reference.md).",
-      columns, errors);
+  report.table("Errors",
+               "|predicted / published - 1|; \"fits\" and \"cells\": the part of the rows "
+               "(docs/planning_reference.md).",
+               columns, errors);
   return report;
 }
 

@@ -12,8 +12,8 @@ enum class Program : std::uint8_t { kIsograd, kNanotron, kOther };
 
 // The only numbers of the planner that are fitted: at most twelve, each with an independent source within a
 // factor of two, and the width of the interval around what they predict. `isograd plan --validate` measures
-// the widths, which docs/planning.md shows; docs/planning_reference.md shows the constants, and a test compares
-// it with them. Each program's law has its own.
+// the widths, which docs/planning.md shows; docs/planning_reference.md shows the constants, and a test
+// compares it with them. Each program's law has its own.
 struct Constants {
   // Fitted on published runs.
   double share_of_peak = 0.573;      // of a data sheet's FLOP/s, that products reach

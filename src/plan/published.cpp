@@ -1,6 +1,6 @@
 // The constants, by program, device and precision; steps of the programs of published rows, by laws whose
-// constants were fitted on them (docs/planning_reference.md). nanotron by stage; all others with even stages. Peaks,
-// links and latencies are the cluster's.
+// constants were fitted on them (docs/planning_reference.md). nanotron by stage; all others with even stages.
+// Peaks, links and latencies are the cluster's.
 #include <algorithm>
 #include <string_view>
 

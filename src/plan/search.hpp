@@ -75,7 +75,8 @@ Planned planned(Models& models, const Candidate& candidate);  // with parts and 
 std::string missing_text(Models& models, const Planned& nearest);
 std::vector<Neighbour> neighbours_of(Models& models, const Planned& best);
 
-// laws.cpp: each law of docs/planning_reference.md as a root of the models above, not as a formula of its own.
+// laws.cpp: each law of docs/planning_reference.md as a root of the models above, not as a formula of its
+// own.
 std::vector<Law> laws_of(Models& models, const Planned& best);
 
 // Samples of a step and how often a data rank accumulates, where it computes `micro_batch` samples at a time.

@@ -59,7 +59,8 @@ class RowReader {
     const auto found = columns_.find(column);
     if (found == columns_.end())
       refuse(fmt::format("{}, line 1", file_.string()), fmt::format("no column '{}'", column),
-             "the columns of published_runs.csv (docs/planning_reference.md)", "Add it; its cells may be empty");
+             "the columns of published_runs.csv (docs/planning_reference.md)",
+             "Add it; its cells may be empty");
     return cells_[found->second];
   }
   std::optional<double> number(const char* column) const {

@@ -349,7 +349,8 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     } else if (std::ranges::count(kTried, finding.id)) {
       std::erase_if(result.findings, [&](const Finding& one) {
         return one.id == finding_id::unknown || one.id == finding_id::undecided ||
-               std::ranges::count(kBetterKnown, std::pair<std::string_view, std::string_view>(one.id, finding.id));
+               std::ranges::count(kBetterKnown,
+                                  std::pair<std::string_view, std::string_view>(one.id, finding.id));
       });
       result.findings.push_back(finding);
     } else if (finding.id == finding_id::clipped_before_reduction &&
