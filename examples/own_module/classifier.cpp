@@ -44,12 +44,12 @@ struct NetImpl : torch::nn::Module {
 double train(isograd::World& world, const Lines& lines, const Lines& held_out, bool zero3) {
   const isograd::Sharded<NetImpl> net(std::make_shared<NetImpl>());
   isograd::prepare_module(net, world.group);
-  std::unique_ptr<isograd::DataParallel> layout;
-  if (zero3) layout = isograd::fully_shard(net, {net->hidden, net->output}, world.group);
-  if (!zero3) layout = isograd::bucketed(isograd::trainable_parameters(net), world.group);
+  auto layout = zero3 ? isograd::fully_shard(net, {net->hidden, net->output}, world.group)
+                      : isograd::bucketed(isograd::trainable_parameters(net), world.group);
   auto adamw = isograd::adamw({.learning_rate = 0.003});
   isograd::TokenMean mean;  // over all lines of a step
-  const auto sum = [&](auto& b) { return isograd::cross_entropy_sum(net(b.inputs[0]), b.targets); };
+  const auto x = [](auto& b) { return b.inputs.empty() ? at::zeros({0, kPairs}) : b.inputs[0]; };  // step({})
+  const auto sum = [&](auto& b) { return isograd::cross_entropy_sum(net(x(b)), b.targets); };
   isograd::Step step(sum, *layout, mean, *adamw);
   std::int64_t i = isograd::load_checkpoint("classifier.run", net, *layout, *adamw);  // 0: none yet
   isograd::Sampler sampler({.samples = lines.pairs.size(0),
