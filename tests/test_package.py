@@ -74,7 +74,7 @@ def test_the_links_of_installed_pages_lead_to_files(prefix):
     dead = [f"{page.relative_to(folder)}: {link}" for page in sorted(folder.glob("docs/*.md"))
             for link in re.findall(r"\]\(([^)#\s]+)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S))
             if "://" not in link and not link.startswith("mailto:") and not (page.parent / link).exists()]
-    assert [line for line in dead if not re.search(r"\.\./(tests|tools|bench)/|\.\./src/.*\.[ch]pp", line)] == []
+    assert [line for line in dead if not re.search(r"\.\./(tests|tools|bench)/|\.\./(src|python)/.*\.([ch]pp|py)$", line)] == []
 
 
 def test_shells_and_man_find_their_files(prefix):

@@ -49,9 +49,13 @@ StatusLine::Clock::time_point StatusLine::due() const {
                    : Clock::time_point::min();
 }
 
+bool StatusLine::shows() const {
+  return !printing().quiet && (terminal_ || options_.in_a_log || printing().verbose);
+}
+
 void StatusLine::draw(const std::string& text) {
   drawn_at_ = Clock::now();  // also of a line that is left out: due() is when the next may be
-  if (printing().quiet || (!terminal_ && !options_.in_a_log && !printing().verbose)) return;
+  if (!shows()) return;
   if (terminal_) std::fputs("\r\033[K", options_.out);
   print(options_.out, terminal_ ? text : text + "\n");
   std::fflush(options_.out);
@@ -94,7 +98,7 @@ Waiting::~Waiting() {
 void Waiting::begin(std::int64_t number, const std::string& what) {
   const std::lock_guard lock(mutex_);
   begun_ = Clock::now();
-  if (!thread_.joinable()) {
+  if (!thread_.joinable() && status_.shows()) {
     start_ = begun_;
     thread_ = std::thread([this] { keep_drawing(); });
   }
@@ -132,9 +136,8 @@ void Waiting::draw() {
 void Waiting::keep_drawing() {
   std::unique_lock lock(mutex_);
   while (!over_) {
-    const bool drawing = under_way_ && !printing().quiet;
-    if (drawing && Clock::now() >= status_.due()) draw();
-    changed_.wait_until(lock, drawing ? status_.due() : Clock::now() + std::chrono::seconds(1));
+    if (under_way_ && Clock::now() >= status_.due()) draw();
+    changed_.wait_until(lock, under_way_ ? status_.due() : Clock::now() + std::chrono::seconds(1));
   }
 }
 

@@ -26,6 +26,7 @@ class StatusLine {
   using Clock = std::chrono::steady_clock;
   explicit StatusLine(const StatusOptions& options);
   bool terminal() const { return terminal_; }
+  bool shows() const;             // anything at all: not where it is quiet
   int columns() const;            // of the terminal; 160 elsewhere
   Clock::time_point due() const;  // when the next line may be drawn
   void draw(const std::string& text);
