@@ -14,7 +14,7 @@ def threads_rest(name="pt_gloo_runloop"):
         try:
             with open(f"/proc/self/task/{task}/stat") as file:
                 before, after = file.read().rsplit(")", 1)
-        except FileNotFoundError:
+        except OSError:  # it has ended
             continue
         if before.endswith(f"({name}") and after.split()[0] != "S":
             return False

@@ -91,17 +91,17 @@ IS_BUSY = """
 import os, sys, threading, time
 sys.path.append(sys.argv[1])
 import orderly_exit
-began = time.monotonic()
+began, named = time.monotonic(), threading.Event()
 
 def loop(name):
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
         file.write(name)
+    named.set()
     while time.monotonic() < began + 1:
         pass
 
 threading.Thread(target=loop, args=(sys.argv[2],), daemon=True).start()
-while not any(open(f"/proc/self/task/{task}/comm").read() == sys.argv[2] + "\\n" for task in os.listdir("/proc/self/task")):
-    pass
+named.wait()
 orderly_exit.wait()
 print(time.monotonic() - began >= 1)
 """
