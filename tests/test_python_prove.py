@@ -66,7 +66,7 @@ def by_default(names):
     return [name if name in SOME else full(name) for name in names]
 
 # Other true diagnoses of a trial, where a watched step shows more than its dump: the rank that was left out has another gradient.
-MORE = {"RankLeftOut": ["replicas_differ"], "TieLost": ["unknown"], "MaskedPositionsCounted": ["unknown"]}
+MORE = {"RankLeftOut": ["replicas_differ"], "TieLost": ["unknown"], "MaskedPositionsCounted": ["samples_weighted_differently"]}
 
 
 @pytest.fixture(scope="module")

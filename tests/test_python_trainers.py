@@ -193,7 +193,7 @@ FINE_TUNING = {
     "experts_of_transformers": ["loss_over_own_samples"], "batch_norm_of_a_rank": MEANS,
     "batch_norm_of_a_micro_batch": ["mean_of_micro_batch_means"], "batch_norm_frozen_micro_batches_summed": ["summed_over_micro_batches"],
     # Told wrongly: the loss type, the reference or beta is another one.
-    "sft_dft_told_as_nll": ["undecided"], "dpo_old_adapter_told_as_new": ["undecided"], "dpo_wrong_beta": ["undecided"]}
+    **{name: ["samples_weighted_differently"] for name in ("sft_dft_told_as_nll", "dpo_old_adapter_told_as_new", "dpo_wrong_beta")}}
 FINE_TUNING_REFUSED = {
     "qlora_fsdp2_another_base": ["make_model: found a quantised base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight with "
                                  "other bytes", "from the same weights"],

@@ -518,6 +518,8 @@ def _few(each: Sequence[str]) -> str:
 
 OWN_BATCH = ("let each rank train the samples that it was given, each once: a sampler with `rank=dist.get_rank()`, no collective that replaces its "
              "batch or its gradient by another rank's, and nothing that fills up or cuts its batch")
+OWN_NUMBER = ("divide the losses of every rank by one number, that of the whole step: `counted = isograd.TokenMean().count(targets)` before the first "
+              "backward, `counted.scale(loss_sum).backward()`")
 ALIKE = ("differentiate the losses of all micro-batches with one factor, that of the whole step: `(loss_sum * scale / denominator).backward()`, and "
          "divide by `scale` once, after the last one")
 FACTOR = ("multiply each loss by what `loss` multiplies it by (the weight, advantage, ratio or reference of the same sample or token): "
@@ -546,7 +548,9 @@ def try_samples(trials: Trials, several: bool) -> None:
         groups = [of.format(*key) for key in keys]
         by_group = {group: [t for t, own in zip(times, groups) if own == group] for group in groups}
         if len(by_group) > 1 and all(map(_same, by_group.values())):
-            what, told = change, [f"{group} count {some[0]:.4g} times" for group, some in by_group.items()]
+            whole = all(math.isclose(t, round(t), abs_tol=1e-3) for t in times)  # else ranks divide by numbers of their own
+            what = OWN_NUMBER if change is OWN_BATCH and not whole else change
+            told = [f"{group} count {some[0]:.4g} times" for group, some in by_group.items()]
             break
     else:
         odd = [i for i, t in enumerate(times) if not _same([t, usual])]
