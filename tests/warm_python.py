@@ -200,7 +200,7 @@ def become(request, streams):
     import warnings
 
     import numpy
-    import orderly_exit  # noqa: F401
+    import orderly_exit
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -214,7 +214,15 @@ def become(request, streams):
     numpy.random.seed()
     multiprocessing.set_executable(sys.executable)  # it passes files on
     sys.executable = request["executable"]
-    sys.modules["torch.distributed"].set_debug_level_from_env()
+    distributed = sys.modules["torch.distributed"]
+    distributed.set_debug_level_from_env()
+    destroy = distributed.destroy_process_group
+
+    def destroy_at_rest(*given, **named):
+        """A model that is freed later joins gloo's threads while it holds Python's lock."""
+        orderly_exit.wait()
+        destroy(*given, **named)
+    distributed.destroy_process_group = destroy_at_rest
     for option in request["options"]:
         if option == "-u":
             sys.stdout.reconfigure(write_through=True)
