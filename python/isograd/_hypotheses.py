@@ -87,8 +87,8 @@ class Trials:
         self.trying(try_shares, try_statistics, *([] if gathers else [try_detached_factor]), try_weights, try_terms_of_ranks, until_one_fits=True)
 
     def instead(self, said: Sequence[str], averages: bool, meshes: Sequence[Sequence[int]]) -> Finding | None:
-        """What is to be said in place of a name that numbers fit by chance. averages: gradients are averaged by DDP or FSDP2.
-        meshes: the sizes of those that parameters lie on."""
+        """The finding that replaces a name which fits the numbers by chance; None: none does. averages: DDP or FSDP2 averages
+        gradients. meshes: the shapes of the meshes of parameters."""
         times = dot(self.found, self.right.gradients) / max(self.right.norm**2, 1e-300)
 
         def is_about(factor: float) -> bool:
@@ -106,6 +106,11 @@ class Trials:
                     f"one axis of the mesh, of {times:.4g} ranks, is summed over where it was to be averaged (`set_gradient_divide_factor`)"}
         return None
 
+    def placed(self) -> list[tuple[str, Any]]:
+        """(where it is, the sample) of the whole batch."""
+        return [(f"sample {i} of micro-batch {j} on rank {rank}", sample) for rank, micros in enumerate(self.batch)
+                for j, micro in enumerate(micros) for i, sample in enumerate(micro)]
+
     @functools.cached_property
     def forwards(self) -> int:
         """How often the first term's loss calls the model for each sample; 0 where samples differ in that."""
@@ -113,7 +118,7 @@ class Trials:
         hook = model.register_forward_pre_hook(lambda *_: calls.append(None))
         try:
             with torch.no_grad():
-                for sample in (sample for micros in self.batch for micro in micros for sample in micro):
+                for _, sample in self.placed():
                     calls.clear()
                     self.terms[0].loss(model, in_precision(sample, next(model.parameters()).dtype))
                     found.add(len(calls))
@@ -534,9 +539,7 @@ def try_samples(trials: Trials, several: bool) -> None:
     weights = _fitted(torch.stack([torch.cat([g.flatten() for g in part.values()]) for part in parts]), trials) if parts else None
     if not weights:
         return
-    places = [f"sample {i} of micro-batch {j} on rank {rank}" for rank, micros in enumerate(trials.batch) for j, micro in enumerate(micros)
-              for i in range(len(micro))]
-    counted = [(t, key, place) for t, key, place in zip(_times(weights), keys, places) if not math.isnan(t)]  # others have no gradient
+    counted = [(t, key, place) for t, key, (place, _) in zip(_times(weights), keys, trials.placed()) if not math.isnan(t)]  # others have no gradient
     times, keys, places = [t for t, _, _ in counted], [key for _, key, _ in counted], [place for _, _, place in counted]
     if _same(times):
         return
@@ -594,8 +597,7 @@ def try_each_target(trials: Trials) -> None:
     named = {plain_name(name): p for name, p in model.named_parameters()}
     trained = [named[name] for name in trials.found]
     dtype = trained[0].dtype
-    samples = [(f"sample {i} of micro-batch {j} on rank {rank}", in_precision(sample, dtype)) for rank, micros in enumerate(trials.batch)
-               for j, micro in enumerate(micros) for i, sample in enumerate(micro)]
+    samples = [(place, in_precision(sample, dtype)) for place, sample in trials.placed()]
     rows: list[torch.Tensor] = []
     places: list[str] = []
     for place, some in [("the batch", [sample for _, sample in samples])] if term.whole else samples:
@@ -608,11 +610,12 @@ def try_each_target(trials: Trials) -> None:
             rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(each, trained)]))
             places.append(place)
     weights = _fitted(torch.stack(rows), trials) if rows else None
-    if not weights or _same(own := [t for t in _times(weights) if not math.isnan(t)]):
+    every = _times(weights) if weights else []
+    if _same(own := [t for t in every if not math.isnan(t)]):
         return
     lost, odd, told = list[str](), False, list[str]()
     for place in dict.fromkeys(places):
-        times = [t for t, of in zip(_times(weights), places) if of == place]
+        times = [t for t, of in zip(every, places) if of == place]
         counted = [t for t in times if not math.isnan(t)]
         usual = _usual([t for t in counted if t] or [0.0])
         missing = _stretches([i for i, t in enumerate(times) if t == 0], place) if usual else []

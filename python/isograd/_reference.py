@@ -259,9 +259,9 @@ def _of_term(model: nn.Module, term: Term, batch: Batch, dtype: torch.dtype, aut
                 if drew:
                     tried.add("drawing")
                 gradients = {name: p.grad for name, p in named.items() if p.grad is not None}  # of this sample alone
-                light = not drew and (cut is not None or term.whole)
-                check(sample, _random.Made(part.detach(), None if light else {name: gradient_of(named[name]).detach() for name in gradients},
-                                           drew, after), values)
+                whole = cut is not None or term.whole  # whose backward is not worth a second one where nothing draws
+                known = None if whole and not drew else {name: gradient_of(named[name]).detach() for name in gradients}
+                check(sample, _random.Made(part.detach(), known, drew, after), values)
                 for name, gradient in gradients.items():
                     named[name].grad = gradient
             elif "drawing" not in tried and _random.moved(pinned, _random.states()):
