@@ -725,7 +725,8 @@ WHOLE = {
     "mined_right": [], "mined_each_rank_alone": ["mean_of_rank_means"],
     "normalised_right": [], "normalised_each_rank_alone": ["mean_of_rank_means"],
     "weighted_right": [], "weighted_by_rank": ["mean_of_rank_means"],
-    "confident_right": [], "confident_by_rank": ["mean_of_rank_means"]}
+    "confident_right": [], "confident_by_rank": ["mean_of_rank_means"],
+    "positives_right": [], "positives_by_rank": ["samples_weighted_differently"]}
 E1 = 1e-10  # of the whole gradient (DESIGN.md)
 E2 = 32 * 2**-24  # the same in fp32 (docs/bounds.md)
 

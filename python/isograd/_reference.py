@@ -243,7 +243,8 @@ def _of_term(model: nn.Module, term: Term, batch: Batch, dtype: torch.dtype, aut
             with draws.of({"": model}):
                 part, count = made(sample)
             counts[rank][j] += count
-            if count == 0:
+            # A sum may have a gradient where its weight is 0, as anchors of an image without a positive one.
+            if count == 0 and not (term.mean == "weighted" and part.requires_grad):
                 continue
             with_loss += 1
             try:

@@ -139,6 +139,11 @@ def by_confidence(model, document):
     return (losses.detach().exp() * losses).sum(), losses.detach().exp().sum()
 
 
+def by_positives(model, document):
+    """All of a document's losses, over its targets of one class, of which rank 1's have none."""
+    return token_losses(model, document).sum(), (document[1] == 1).sum()
+
+
 # ---- one process in fp64, which isograd has no part in ----
 
 def by_features(loss, features):
@@ -422,7 +427,7 @@ def weighted_mean(rank, loss, over_ranks):
 
     def step(model):
         above, below = (sum(column) for column in zip(*(loss(model, document) for document in mine)))
-        total = below.detach().clone()
+        total = below.detach().clone().clamp(min=0 if over_ranks else 1)
         if over_ranks:
             dist.all_reduce(total)
         (above / total * (2 if over_ranks else 1)).backward()
@@ -447,7 +452,9 @@ CASES = {
     "normalised_right": lambda rank: normalised(rank, True), "normalised_each_rank_alone": lambda rank: normalised(rank, False),
     "weighted_right": lambda rank: weighted_mean(rank, weighted, True), "weighted_by_rank": lambda rank: weighted_mean(rank, weighted, False),
     "confident_right": lambda rank: weighted_mean(rank, by_confidence, True),
-    "confident_by_rank": lambda rank: weighted_mean(rank, by_confidence, False)}
+    "confident_by_rank": lambda rank: weighted_mean(rank, by_confidence, False),
+    "positives_right": lambda rank: weighted_mean(rank, by_positives, True),
+    "positives_by_rank": lambda rank: weighted_mean(rank, by_positives, False)}
 
 
 # ---- more ranks, each with another number of samples, rank 1 with none ----
