@@ -64,7 +64,7 @@ ALLOWED = [
     ("src/loss/projection.cpp", "(shard.vocabulary + ranks - 1) / ranks", "each rank's columns"),
     ("src/loss/projection.cpp", "kMostBytes / element / (tiles.tokens", "the size of a tile"),
     ("src/loss/projection.cpp", "elements / count", "rows of a slice"),
-    ("src/loss/token_losses.cpp", "/ static_cast<double>(tokens)", "elements of a token, over which its loss is a mean"),
+    ("src/loss/token_losses.cpp", "prediction.numel() / tokens", "elements of a token, over which its loss is a mean"),
     ("src/loss/ranking/ranking.cpp", "slopes[c].slopes[i] / whole.mass", "ranking: a mean over the rows of all ranks"),
     ("src/loss/ranking/cores.cpp", "pool.weight(anchor_rows[k]) / whole", "ranking: a mean over the rows of all ranks"),
     ("src/loss/ranking/cores.cpp", "pool.weight(rows.back()) / whole", "ranking: a mean over the rows of all ranks"),

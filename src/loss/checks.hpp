@@ -1,4 +1,4 @@
-// Checks of the arguments of every token-level loss.
+// Checks of the arguments of every token-level loss, and the losses of single tokens that are reported.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -64,5 +64,9 @@ void check_targets(const std::string& where, const at::Tensor& targets, std::int
 // Undefined weights are 1. Targets, when defined, must have been checked, of a vocabulary of that size.
 TokenWeights token_weights(const std::string& where, const at::Tensor& weights, const at::Tensor& targets,
                            std::int64_t tokens, const at::Device& device, std::int64_t vocabulary = 0);
+
+// The summands of flow_matching_sum, [T] in fp64.
+at::Tensor flow_matching_losses(const at::Tensor& velocity, const at::Tensor& x0, const at::Tensor& x1,
+                                const at::Tensor& weights);
 
 }  // namespace isograd

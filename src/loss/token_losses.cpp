@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "loss/checks.hpp"
@@ -27,23 +28,27 @@ at::Tensor with_dims_of(const at::Tensor& of_tokens, const at::Tensor& values) {
   return of_tokens.view(shape);
 }
 
-// Σ_i w_i · mean over a token's elements of each(prediction − target): what a regression loss has of its own
-// is `each`, a function of all elements.
+// [T] in fp64: w_i · mean over a token's elements of each(prediction − target). Only `each`, a function of all
+// elements, differs between regression losses.
 template <typename Each>
-at::Tensor regression_sum(const std::string& where, const at::Tensor& prediction, const at::Tensor& target,
-                          const at::Tensor& weights, const Each& each) {
+at::Tensor regression_losses(const std::string& where, const at::Tensor& prediction, const at::Tensor& target,
+                             const at::Tensor& weights, const Each& each) {
   check_same(where, "prediction and target", prediction, target);
   const std::int64_t tokens = prediction.size(0);
+  const std::int64_t elements = tokens > 0 ? prediction.numel() / tokens : 0;
   const TokenWeights of = token_weights(where, weights, {}, tokens, prediction.device());
   const auto type = computing_type(prediction.scalar_type());
-  if (prediction.numel() == 0) return each(prediction.to(type)).sum();
   // Chosen before anything is computed of them, so that a NaN of an invalid token meets a 0 in neither
   // direction.
   const at::Tensor error =
       at::where(with_dims_of(of.mask, prediction), prediction.to(type) - target.to(type), 0.0);
-  const double elements = static_cast<double>(prediction.numel()) / static_cast<double>(tokens);
-  const at::Tensor sums = each(error).reshape({tokens, -1}).sum(1, false, at::kDouble);
-  return (sums * (of.weights / elements)).sum().to(type);
+  const at::Tensor sums = each(error).reshape({tokens, elements}).sum(1, false, at::kDouble);
+  return sums * (of.weights / std::max<std::int64_t>(elements, 1));
+}
+
+at::Tensor squared_errors(const at::Tensor& prediction, const at::Tensor& target, const at::Tensor& weights) {
+  return regression_losses("squared_error_sum", prediction, target, weights,
+                           [](const at::Tensor& error) { return error.square(); });
 }
 
 // A constant [T] next to the log-probabilities, in their computing type.
@@ -77,17 +82,21 @@ at::Tensor weighted_sum(const at::Tensor& values, const TokenWeights& tokens) {
 
 at::Tensor squared_error_sum(const at::Tensor& prediction, const at::Tensor& target,
                              const at::Tensor& weights) {
-  return regression_sum("squared_error_sum", prediction, target, weights,
-                        [](const at::Tensor& error) { return error.square(); });
+  return squared_errors(prediction, target, weights).sum().to(computing_type(prediction.scalar_type()));
 }
 
-at::Tensor flow_matching_sum(const at::Tensor& velocity, const at::Tensor& x0, const at::Tensor& x1,
-                             const at::Tensor& weights) {
+at::Tensor flow_matching_losses(const at::Tensor& velocity, const at::Tensor& x0, const at::Tensor& x1,
+                                const at::Tensor& weights) {
   const std::string where = "flow_matching_sum";
   check_same(where, "velocity and x0", velocity, x0);
   check_same(where, "x0 and x1", x0, x1);
   const auto type = computing_type(velocity.scalar_type());
-  return squared_error_sum(velocity, x1.to(type) - x0.to(type), weights);
+  return squared_errors(velocity, x1.to(type) - x0.to(type), weights);
+}
+
+at::Tensor flow_matching_sum(const at::Tensor& velocity, const at::Tensor& x0, const at::Tensor& x1,
+                             const at::Tensor& weights) {
+  return flow_matching_losses(velocity, x0, x1, weights).sum().to(computing_type(velocity.scalar_type()));
 }
 
 at::Tensor flow_matching_input(const at::Tensor& x0, const at::Tensor& x1, const at::Tensor& t) {

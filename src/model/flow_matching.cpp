@@ -40,10 +40,10 @@ Pass run(VideoDiT& model, const VideoStore& store, const Batch& batch, const Flo
   return pass;
 }
 
-// A token without target weighs nothing.
-at::Tensor weights_of(const Batch& batch, at::Device device) {
+// A token without target weighs nothing. Not weighted: each other one weighs 1.
+at::Tensor weights_of(const Batch& batch, at::Device device, bool weighted = true) {
   const at::Tensor valid = moved(batch.targets, device).ne(kIgnoreIndex);
-  if (!batch.weights.defined()) return valid;
+  if (!weighted || !batch.weights.defined()) return valid;
   return moved(batch.weights, device).masked_fill(valid.logical_not(), 0);
 }
 
@@ -93,11 +93,9 @@ ForwardLossTerms flow_matching_loss(VideoDiT& model, std::shared_ptr<const Video
 at::Tensor flow_matching_token_losses(VideoDiT& model, const VideoStore& store, const Batch& batch,
                                       std::uint64_t seed) {
   const at::NoGradGuard no_grad;
-  const std::int64_t elements = store.patch_elements();
-  const Pass pass = run(model, store, batch, flow_noise(batch, elements, seed));
-  const at::Tensor error = pass.velocity.to(pass.data.scalar_type()) - (pass.noise - pass.data);
-  const at::Tensor squares = error.square().sum(1, false, at::kDouble) / static_cast<double>(elements);
-  return squares.masked_fill(moved(batch.targets, squares.device()).eq(kIgnoreIndex), 0);
+  const Pass pass = run(model, store, batch, flow_noise(batch, store.patch_elements(), seed));
+  return flow_matching_losses(pass.velocity, pass.data, pass.noise,
+                              weights_of(batch, pass.velocity.device(), /*weighted=*/false));
 }
 
 FlowEstimate flow_estimate(VideoDiT& model, const VideoStore& store, const Batch& batch, std::uint64_t seed,
