@@ -220,6 +220,32 @@ MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_ba
 
 namespace {
 
+// A value of parallel.strategy. Nothing else of a run interprets these names.
+struct StrategyRow {
+  const char* name;
+  int stage = 0;            // of ZeRO; 0: nothing is sharded
+  bool may_share = true;    // one copy of the parameters, if share_parameters = "auto"
+  bool one_by_one = false;  // each parameter is a bucket
+  // Null: the strategy takes the model's units (fully_shard), not its parameters.
+  std::unique_ptr<DataParallel> (*make)(TrainableParameters, const Mesh&, DataParallelOptions) = bucketed;
+  std::vector<PlannedBucket> (*plan)(TrainableParameters, const Grid&, int,
+                                     const DataParallelOptions&) = plan_bucketed;
+};
+constexpr StrategyRow kStrategies[] = {
+    {.name = "naive", .may_share = false, .make = naive, .plan = plan_naive},
+    {.name = "overlapped", .may_share = false, .one_by_one = true},
+    {.name = "bucketed"},
+    {.name = "zero1", .stage = 1},
+    {.name = "zero2", .stage = 2},
+    {.name = "zero3", .stage = 3, .make = nullptr, .plan = nullptr}};
+
+const StrategyRow& strategy_named(const std::string& name) {
+  const auto row = std::ranges::find(kStrategies, name, &StrategyRow::name);
+  if (row != std::end(kStrategies)) return *row;
+  refuse("parallel.strategy", name, fmt::format("{}", fmt::join(strategy_names(), ", ")),
+         "Choose one of them");
+}
+
 // Experts are sharded over neighbouring ranks among those that see different tokens.
 Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
   if (experts_ranks == 1) return grid;
@@ -253,17 +279,13 @@ PipelineOptions pipeline_options(const RunConfig& config) {
 
 // ---- the layout of a run ----
 
-// The options of a strategy, except for stage 3. ConfigError: no such one, stage 3 of a model without units.
-DataParallelOptions chosen(const std::string& strategy, const ModelUnits* units,
-                           DataParallelOptions options) {
-  const auto names = strategy_names();
-  if (std::ranges::find(names, strategy) == names.end())
-    refuse("parallel.strategy", strategy, fmt::format("{}", fmt::join(names, ", ")), "Choose one of them");
-  options.stage = stage_of(strategy);
-  if (options.stage == 3 && !units)
-    refuse("zero3", "a model without units", "VerifyModel::units, as verify_model() gives it",
+// The options of a strategy of whole parameters. ConfigError: one of units, and a model without.
+DataParallelOptions chosen(const StrategyRow& row, const ModelUnits* units, DataParallelOptions options) {
+  if (!row.make && !units)
+    refuse(row.name, "a model without units", "VerifyModel::units, as verify_model() gives it",
            "Make the model with verify_model(), or fill in its units");
-  if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
+  options.stage = row.stage;
+  if (row.one_by_one) options.bucket_bytes = 1, options.first_bucket_bytes = 0;
   return options;
 }
 
@@ -289,9 +311,9 @@ FullyShardOptions with(FullyShardOptions options, const Layout::Named& placement
 }
 
 bool shares_parameters(const RunConfig& config, const RanksOfRun& ranks) {
-  const std::string &asked = config.parallel.share_parameters, &strategy = config.parallel.strategy;
+  const std::string& asked = config.parallel.share_parameters;
   if (asked != "auto") return asked == "on";
-  return strategy != "naive" && strategy != "overlapped" && ranks.host_memory && device_kind(config) == "cpu";
+  return may_share_parameters(config.parallel.strategy) && ranks.host_memory && device_kind(config) == "cpu";
 }
 
 DataParallelOptions whole_options(const RunConfig& config, bool share) {
@@ -330,11 +352,15 @@ FillValues local_part_of(FillValues fill, const Layout& placed) {
 
 }  // namespace
 
-int stage_of(const std::string& strategy) {
-  if (strategy == "zero1") return 1;
-  if (strategy == "zero3") return 3;
-  return strategy == "zero2" ? 2 : 0;
+std::vector<std::string> strategy_names() {
+  std::vector<std::string> names;
+  for (const StrategyRow& row : kStrategies) names.emplace_back(row.name);
+  return names;
 }
+
+int stage_of(const std::string& strategy) { return strategy_named(strategy).stage; }
+
+bool may_share_parameters(const std::string& strategy) { return strategy_named(strategy).may_share; }
 
 Grid grid_of(const RunConfig& config, int ranks) {
   check_axes(layout_numbers(config, ranks));
@@ -433,23 +459,13 @@ std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const N
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options, const FullyShardOptions& sharded,
                                             const Layout::Named& placements) {
-  options = chosen(strategy, units, std::move(options));
-  if (options.stage == 3)
+  const StrategyRow& row = strategy_named(strategy);
+  options = chosen(row, units, std::move(options));
+  if (!row.make)
     return fully_shard(units->root, parameters, units->blocks, mesh, with(sharded, placements));
   TrainableParameters own = trainable(parameters, placements, mesh.grid(), mesh.rank());
   options.order = order_of(options.order, own);
-  return (strategy == "naive" ? naive : bucketed)(std::move(own), mesh, std::move(options));
-}
-
-std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
-                                         const ModelUnits* units, const Grid& grid, int rank,
-                                         DataParallelOptions options, const FullyShardOptions& sharded,
-                                         const Layout::Named& placements) {
-  options = chosen(strategy, units, std::move(options));
-  if (options.stage == 3)
-    return plan_fully_sharded(units->root, parameters, units->blocks, grid, rank, with(sharded, placements));
-  const auto plan = strategy == "naive" ? plan_naive : plan_bucketed;
-  return plan(trainable(parameters, placements, grid, rank), grid, rank, options);
+  return row.make(std::move(own), mesh, std::move(options));
 }
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
@@ -492,8 +508,13 @@ std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTenso
                                        const ModelUnits& units, const RanksOfRun& ranks, int rank,
                                        const Layout::Named& placements) {
   const bool share = shares_parameters(config, ranks);
-  return plan_strategy(config.parallel.strategy, parameters, &units, grid_of(config, ranks.size), rank,
-                       whole_options(config, share), sharded_options(config, share), placements);
+  const Grid grid = grid_of(config, ranks.size);
+  const StrategyRow& row = strategy_named(config.parallel.strategy);
+  if (!row.plan)
+    return plan_fully_sharded(units.root, parameters, units.blocks, grid, rank,
+                              with(sharded_options(config, share), placements));
+  return row.plan(trainable(parameters, placements, grid, rank), grid, rank,
+                  chosen(row, &units, whole_options(config, share)));
 }
 
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
@@ -515,7 +536,7 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
   if (config.parallel.ep > 1) text += fmt::format(", experts sharded over {} ranks", config.parallel.ep);
   if (const auto& p = config.parallel; p.pp > 1)
     text += fmt::format(", layers in {} stages on {} ranks ({})", p.pp * p.stages_per_rank, p.pp, p.schedule);
-  if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
+  if (strategy_named(strategy).make != naive && config.parallel.overlap) text += ", summed during backward";
   if (grid.size(kDataAxes) > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
   if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));
   if (config.parallel.offload) text += ", gradients and states in host memory";

@@ -142,18 +142,13 @@ struct RanksOfRun {
 NamedTensors held_parameters(const NamedTensors& parameters, const Layout::Named& placements,
                              const Grid& grid, int rank);
 
-// Makes a layout from a strategy's name; nothing else interprets these names. `options`: of strategies that
-// keep whole parameters (its stage is ignored); `sharded`: of zero3, which needs units. Collective.
+// Makes a layout from a strategy's name. `options`: of strategies that keep whole parameters (its stage is
+// ignored); `sharded`: of zero3, which needs units. Collective.
 std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options,
                                             const FullyShardOptions& sharded = {},
                                             const Layout::Named& placements = {});
-// The buckets that make_strategy() would make on `rank`. Pure.
-std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
-                                         const ModelUnits* units, const Grid& grid, int rank,
-                                         DataParallelOptions options, const FullyShardOptions& sharded = {},
-                                         const Layout::Named& placements = {});
 
 // The configured strategy, on a mesh of grid_of(). `placed`: TaskModel::cut(); null: every rank has a whole
 // model. `bucket_order`: of the run that this one continues. `device`: where parameters without values are

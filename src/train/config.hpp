@@ -145,9 +145,7 @@ struct RunConfig {
   } sample;
 };
 
-// Values of parallel.strategy.
-inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"};
-std::vector<std::string> strategy_names();
+std::vector<std::string> strategy_names();  // values of parallel.strategy, simplest first
 // PyTorch's names of two of them.
 inline constexpr std::pair<const char*, const char*> kStrategyAliases[] = {{"ddp", "bucketed"},
                                                                            {"fsdp", "zero3"}};
@@ -159,7 +157,9 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
 // As load_config(), from a text; `file` appears in messages.
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
-int stage_of(const std::string& strategy);  // ZeRO stage of a strategy; 0: no sharding
+// ConfigError: no such strategy.
+int stage_of(const std::string& strategy);  // of ZeRO; 0: no sharding
+bool may_share_parameters(const std::string& strategy);  // whether share_parameters = "auto" may
 // The axes dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp or pp if they have several ranks; with
 // parallel.ep the view edp x ep. Without sharding, ranks with different samples are replicas. ConfigError:
 // sizes that do not divide the ranks.

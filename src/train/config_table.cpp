@@ -795,8 +795,6 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
   return best;
 }
 
-std::vector<std::string> strategy_names() { return {std::begin(kStrategies), std::end(kStrategies)}; }
-
 std::string strategy_of(const std::string& name) {
   for (const auto& [alias, strategy] : kStrategyAliases)
     if (name == alias) return strategy;

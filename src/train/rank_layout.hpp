@@ -47,7 +47,7 @@ struct RankLayout {
   std::int64_t numel() const;  // of the parameters
 };
 
-// Lays out `parameters`, in the rank's local shapes, in the buckets of plan_strategy(). `bytes`: of an
+// Lays out `parameters`, in the rank's local shapes, in the buckets of plan_layout(). `bytes`: of an
 // element by its use, except for gradients, whose type the bucket has.
 RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> buckets, const Grid& grid,
                    int rank, const ElementBytes& bytes, const Layout::Named& placements = {});

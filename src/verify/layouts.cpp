@@ -26,11 +26,6 @@ namespace {
          "Choose one of them");
 }
 
-bool shards(const std::string& strategy) { return strategy.starts_with("zero"); }
-
-// Strategies that keep gradients one by one have no use for one copy of the parameters.
-bool may_share(const std::string& strategy) { return strategy != "naive" && strategy != "overlapped"; }
-
 using One = MeshesTried::One;
 
 std::vector<std::int64_t> divisors(std::int64_t number) {
@@ -200,7 +195,7 @@ std::string LayoutChoice::text() const {
 RunConfig LayoutChoice::in(RunConfig config) const {
   config.parallel.strategy = strategy;
   if (replicas) config.parallel.replicas = *replicas;
-  if (!shards(strategy)) {  // what only shards have
+  if (stage_of(strategy) == 0) {  // what only shards have
     config.parallel.replicas = 1;
     config.parallel.cp_fsdp_mode = RunConfig{}.parallel.cp_fsdp_mode;
   }
@@ -218,7 +213,7 @@ LayoutChoice parse_layout(const std::string& text) {
     if (part == "share=on" || part == "share=off") {
       choice.share_parameters = part == "share=on";
     } else {
-      if (!part.starts_with("replicas=") || !shards(choice.strategy)) refuse_layout(text);
+      if (!part.starts_with("replicas=") || stage_of(choice.strategy) == 0) refuse_layout(text);
       std::int64_t replicas = 0;
       const char* last = part.data() + part.size();
       const auto [stop, problem] = std::from_chars(part.data() + 9, last, replicas);
@@ -234,18 +229,19 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   for (const auto& strategy : strategy_names()) {
     // Refused by that strategy.
     if (strategy == "zero3" && (!config.train.fp32_gradients || cuts_backwards(config))) continue;
+    const bool sharded = stage_of(strategy) > 0, may_share = may_share_parameters(strategy);
     const int data_ranks =
         grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
-    for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? data_ranks : 1); ++replicas) {
+    for (std::int64_t replicas = 1; replicas <= (sharded ? data_ranks : 1); ++replicas) {
       if (data_ranks % replicas != 0) continue;
       for (const bool share : {false, true}) {
         LayoutChoice choice{.strategy = strategy};
-        if (shards(strategy)) choice.replicas = replicas;
+        if (sharded) choice.replicas = replicas;
         // One copy needs somebody to share it with.
         const RunConfig chosen = choice.in(config);
         const Grid grid = grid_of(chosen, ranks);
-        if (share && (!may_share(strategy) || !host_memory || grid.size(sharded_axes(chosen)) == 1)) continue;
-        if (may_share(strategy) || config.parallel.share_parameters == "on") choice.share_parameters = share;
+        if (share && (!may_share || !host_memory || grid.size(sharded_axes(chosen)) == 1)) continue;
+        if (may_share || config.parallel.share_parameters == "on") choice.share_parameters = share;
         if (by_replica && grid.size({"dp_replicate"}) != grid_of(config, ranks).size({"dp_replicate"}))
           continue;
         all.push_back(std::move(choice));
