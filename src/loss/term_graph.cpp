@@ -345,7 +345,7 @@ std::optional<ErrorText> LocalMeans::found() const {
                 "the sum over the micro-batch: the step divides it, once, by what all ranks have counted ({})",
                 name_of(term.mean)),
             .action =
-                "Return the sum (cross_entropy_sum, or at::Reduction::Sum). For a loss that is normalised already take NoDenominator, or Mean::kNone for the term; a factor that is no count belongs into LossTerm::weight"};
+                "Return the sum (cross_entropy_sum, or at::Reduction::Sum). For a loss that is normalised already take NoDenominator, or Mean::kNone for the term. Give a constant factor of the loss as LossTerm::weight"};
   return std::nullopt;
 }
 
