@@ -424,19 +424,14 @@ std::optional<Finding> diagnose_resolution(const std::vector<ParameterVerdict>& 
       std::move(evidence)};
 }
 
-void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
+void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& e2_bound, bool exact_run,
            const Bounds& bounds, const WholeScale& scale) {
   layout.e1 = layout.e2 = layout.e3 = {};
   layout.e1.bound = fmt::format(
       "fp64: |g - g64| <= {:g} s for each parameter; counts equal, loss, norm and clip "
       "coefficient to {:g} relative",
       bounds.exact, bounds.exact);
-  layout.e2.bound = fmt::format(
-      "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; where fp64 is "
-      "right and one g1 does not do, the worst of up to {}, each from parameters an ulp away; scale of the "
-      "whole gradient within 4 (u + its standard error + one process's own), u = {:.2g}; counts equal, loss, "
-      "norm and clip coefficient to {:g} of themselves or 4 times what one process is off by",
-      precision, bounds.sums(), precision, bounds.sums(), kMostDraws, bounds.unit, bounds.figures);
+  layout.e2.bound = e2_bound;
   layout.e3.bound = "the same bits when the step is made again, and on every rank";
   for (const auto& parameter : layout.parameters) {
     note(layout.e1, parameter, parameter.exact);

@@ -72,8 +72,8 @@ constexpr double kRoundingFactor = 4;
 
 struct Bounds {
   double exact = 1e-10;      // E1: ‖g − g64‖ ≤ exact · s
-  double unit_roundoff = 0;  // u of the number type that gradients are summed in
-  double unit = 0;           // E2: u of the run's precision, in which losses are scaled
+  double unit_roundoff = 0;  // u of E2, of the type that gradients are summed in; in dumps it is `unit`
+  double unit = 0;           // u₀ of E2, of the run's precision, in which losses are scaled
   // Loss, norm and clip coefficient in lower precision: four roundings of 0.2 % in bf16 and fp16 (1e-2); in
   // fp32 a sum of 1,700 terms, one after another (1e-4).
   double figures = 1e-4;
@@ -109,8 +109,8 @@ constexpr std::int64_t kMeasurable = 16;
 std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigures& oracle,
                                      const Bounds& bounds, const StepFigures* alone = nullptr);
 
-// Fills in e1, e2, e3 and `passed`. `precision` is "fp32", ...; `scale`: of a run that is not exact.
-void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
+// Fills in e1, e2, e3 and `passed`. `e2_bound`: in words; `scale`: of a run that is not exact.
+void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& e2_bound, bool exact_run,
            const Bounds& bounds, const WholeScale& scale = {});
 
 // A step passes only where an error of scale (or of the floor) of this size shows in each parameter.

@@ -94,21 +94,9 @@ std::vector<std::string> terms_of(const StepDump& dump) {
 void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& one, bool with_alone,
            const std::string& precision) {
   const Allowance& allowance = one.allowance();
-  grade(layout, expected.figures, precision, allowance.exact, allowance.bounds, one.scale());
-  layout.figures_agree = true;  // what differs in them is a finding
-  const auto not_claimed = [](std::string why) {
-    return Grade{.state = Grade::State::kNotClaimed, .bound = std::move(why), .worst = {}};
-  };
-  layout.e3 = not_claimed("one dump shows one run");
-  (allowance.exact ? layout.e1 : layout.e2).state =
-      one.same() ? Grade::State::kPassed : Grade::State::kFailed;
-  if (allowance.exact) {
-    layout.e2 = not_claimed("both dumps are in fp64");
-    return;
-  }
-  layout.e1 = not_claimed("a dump in " + precision + " says nothing of exact arithmetic");
-  const double unit = allowance.bounds.unit, sums = unit * std::sqrt(allowance.bounds.sum_length);
-  auto scale = fmt::format("scale of the whole gradient within 4 (u + its standard error), u = {:.2g}", unit);
+  const double sums = allowance.bounds.sums();
+  auto scale = fmt::format("scale of the whole gradient within 4 (u + its standard error), u = {:.2g}",
+                           allowance.bounds.unit);
   if (const double moves = std::min(allowance.scale.alone, allowance.scale.most); moves > 0)
     scale += fmt::format(", or 4 times what one process {}, {:.2g}, where that is more",
                          with_alone ? "and the right gradient are off" : "moves", moves);
@@ -116,7 +104,7 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
       fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(), allowance.whole);
   if (allowance.matrix > 0)
     whole += fmt::format("; scale of each matrix within {:.2g} + 4 of its standard errors", allowance.matrix);
-  layout.e2.bound =
+  const std::string bound =
       with_alone ? fmt::format(
                        "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, at most what is allowed without g1, one "
                        "process in {}; u sqrt(W G) = {:.3g}; {}; {}",
@@ -126,6 +114,18 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
                        "seen to be off; {}; {}; a dump of one process in {} (--alone) gives a sharper bound",
                        precision, layout.parameters.empty() ? 0 : layout.parameters[0].rounded.allowed, whole,
                        scale, precision);
+  grade(layout, expected.figures, bound, allowance.exact, allowance.bounds, one.scale());
+  layout.figures_agree = true;  // what differs in them is a finding
+  const auto not_claimed = [](std::string why) {
+    return Grade{.state = Grade::State::kNotClaimed, .bound = std::move(why), .worst = {}};
+  };
+  layout.e3 = not_claimed("one dump shows one run");
+  (allowance.exact ? layout.e1 : layout.e2).state =
+      one.same() ? Grade::State::kPassed : Grade::State::kFailed;
+  if (allowance.exact)
+    layout.e2 = not_claimed("both dumps are in fp64");
+  else
+    layout.e1 = not_claimed("a dump in " + precision + " says nothing of exact arithmetic");
 }
 
 // An action that finds smaller mistakes than a comparison in this precision.

@@ -470,6 +470,8 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
   const at::ScalarType type = type_of(precision());
   allowance_.exact = type == at::kDouble;
   allowance_.bounds = bounds_of(found(), type);
+  // Other trainers add gradients up in the precision of the run.
+  allowance_.bounds.unit_roundoff = allowance_.bounds.unit;
   const bool measured = !allowance_.exact && !by_one.empty();
   Tensors reference;
   for (const auto& [name, tensor] : expected().gradients) reference.push_back(tensor.to(at::kDouble));
@@ -521,8 +523,6 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
 // Sets the bounds of each parameter and of the whole, and compares.
 void ComparedStep::allow(double most_alone) {
   const Bounds& bounds = allowance_.bounds;
-  // Other trainers add gradients up in the precision of the run.
-  const double sums = bounds.unit * std::sqrt(bounds.sum_length);
   // A sum of n parts in one type is off by at most n u of itself where none cancel.
   if (type_of(precision()) == at::kBFloat16)
     allowance_.matrix = (kUnitsOfMatrix + bounds.sum_length) * bounds.unit;
@@ -545,9 +545,8 @@ void ComparedStep::allow(double most_alone) {
         widest = moved;
       }
       const bool few = parameter.expected.numel() < kMeasurable;
-      allowed = measured
-                    ? std::min(kRoundingFactor * (few ? most_alone : parameter.alone_error) + sums, widest)
-                    : widest;
+      allowed = widest;
+      if (measured) allowed = std::min(bounds.rounded(few ? most_alone : parameter.alone_error), widest);
     }
     parameter.comparison = compare(parameter.found, parameter.expected, parameter.scale, allowed);
     apart_.push_back(parameter.scale > 0 && std::isfinite(parameter.scale)
@@ -571,7 +570,8 @@ void ComparedStep::allow(double most_alone) {
     allowance_.whole = moved;
   }
   if (!alone_.empty())
-    allowance_.whole = std::min(4 * norm_of(alone_apart_) + sums * norm_, allowance_.whole);
+    allowance_.whole =
+        std::min(kRoundingFactor * norm_of(alone_apart_) + bounds.sums() * norm_, allowance_.whole);
   if (expected().scale_moves > 0) {
     allowance_.scale = {.alone = std::numeric_limits<double>::infinity(), .most = expected().scale_moves};
     if (!alone_.empty()) {

@@ -1,4 +1,6 @@
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -296,7 +298,13 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       scale = test_scale(rounded, right, bounds.unit, {.alone = reference.alone_scale, .most = kAny});
       result.rounded_off = figures_off(first.figures, oracle.figures, bounds, &reference.alone_figures);
     }
-    grade(result, oracle.figures, precision, exact_run, bounds, scale);
+    const std::string bound = fmt::format(
+        "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, g1 one process in {}, u sqrt(W G) = {:.3g}; where fp64 is "
+        "right and one g1 does not do, the worst of up to {}, each from parameters an ulp away; scale of the "
+        "whole gradient within 4 (u + its standard error + one process's own), u = {:.2g}; counts equal, "
+        "loss, norm and clip coefficient to {:g} of themselves or 4 times what one process is off by",
+        precision, bounds.sums(), precision, bounds.sums(), kMostDraws, bounds.unit, bounds.figures);
+    grade(result, oracle.figures, bound, exact_run, bounds, scale);
     result.passed = result.passed && !result.parameters.empty() && in_fp64.names == oracle.names &&
                     std::ranges::all_of(result.parameters,
                                         [](const ParameterVerdict& one) {
