@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "base/paths.hpp"
 #include "base/pattern.hpp"
@@ -86,9 +87,14 @@ KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
   return KeyHeads::kCutWithCopies;
 }
 
+// A norm's weight, and all else that no row names (routers, biases added to the stream): whole on every rank.
+// Under sequence parallelism it sees only this rank's tokens, so its gradient is summed over tp.
+std::optional<CutRule> rule_of_norm(const std::string& name, const TensorParallelOptions& options) {
+  return options.sequence_parallel ? std::optional(summed_along(name)) : std::nullopt;
+}
+
 // A rule per parameter: the first row whose text occurs in its name, but not of a row-parallel weight for its
-// bias. Under sequence parallelism a parameter that no row names (norms, routers, biases added to the stream)
-// sees only this rank's tokens, so its gradient is summed over tp.
+// bias.
 std::vector<CutRule> by_rows(const Named& named, const std::vector<CutRule>& rows,
                              const TensorParallelOptions& options) {
   std::vector<CutRule> rules;
@@ -96,9 +102,10 @@ std::vector<CutRule> by_rows(const Named& named, const std::vector<CutRule>& row
     const auto row = std::ranges::find_if(rows, [&, &of = name](const CutRule& one) {
       return of.find(one.name) != std::string::npos && !(one.dim == 1 && of.ends_with(".bias"));
     });
-    if (row == rows.end() && !options.sequence_parallel) continue;
-    rules.push_back(row == rows.end() ? summed_along(name) : *row);
-    rules.back().name = name;
+    auto rule = row == rows.end() ? rule_of_norm(name, options) : *row;
+    if (!rule) continue;
+    rule->name = name;
+    rules.push_back(std::move(*rule));
   }
   return rules;
 }
