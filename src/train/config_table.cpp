@@ -593,8 +593,9 @@ bool is_section(std::string_view name) {
                               const std::string& text = {}) {
   auto near = our_value(text);
   if (!near || !contains(key.allowed.choices, *near)) near = nearest(text, key.allowed.choices);
+  const char* several = text == "gloo" ? " (on one host; docs/hosts.md has several)" : "";
   refuse(where, found, allowed_text(key),
-         near ? fmt::format("Did you mean \"{}\"? Change {}", *near, key.name)
+         near ? fmt::format("Did you mean \"{}\"{}? Change {}", *near, several, key.name)
               : fmt::format("Change {}; its default is {}", key.name, toml_text(key.get(RunConfig{}))));
 }
 
