@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -135,6 +136,25 @@ int open_lock(const fs::path& path) {
   if ((mode & S_IWOTH) == 0) mode &= ~static_cast<mode_t>(S_IROTH);
   if (mode != (status.st_mode & 07777)) (void)!::fchmod(file, mode);
   return file;
+}
+
+FileLock::FileLock(const fs::path& path) {
+  struct stat locked {};
+  struct stat named {};
+  // Whoever held it before may have removed the file in between.
+  const auto removed = [&] {
+    return ::fstat(file_, &locked) != 0 || ::stat(path.c_str(), &named) != 0 ||
+           locked.st_dev != named.st_dev || locked.st_ino != named.st_ino;
+  };
+  do {
+    if (file_ >= 0) ::close(file_);
+    file_ = open_lock(path);
+    problem_ = file_ >= 0 && ::flock(file_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+  } while (problem_ == EINTR || (problem_ == 0 && removed()));
+}
+
+FileLock::~FileLock() {
+  if (file_ >= 0) ::close(file_);
 }
 
 void fsync_directory(const fs::path& directory) {

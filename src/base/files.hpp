@@ -54,6 +54,20 @@ void check_no_input(const std::string& option, const fs::path& output, const std
 // errno on failure. Any reader of a file may lock it, so only its writers may read it.
 int open_lock(const fs::path& path);
 
+// Keeps other processes, and other locks of this one, out while it lives (flock). It never waits.
+class FileLock {
+ public:
+  explicit FileLock(const fs::path& path);  // creates the file if needed
+  ~FileLock();
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
+  int problem() const { return problem_; }  // 0: held; EWOULDBLOCK: another holds it; else why there is none
+  int file() const { return file_; }        // -1: it could not be opened
+
+ private:
+  int file_ = -1, problem_ = 0;
+};
+
 void fsync_directory(const fs::path& directory);
 // All files and folders below `directory`, then itself.
 void fsync_all(const fs::path& directory);

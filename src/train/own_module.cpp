@@ -2,9 +2,6 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/file.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -157,29 +154,21 @@ class WriteLock {
  public:
   explicit WriteLock(const fs::path& directory)
       : path_(directory.parent_path() / ("." + directory.filename().string() + ".lock")),
-        file_(open_lock(path_)) {
-    struct stat locked {};
-    struct stat named {};
-    const bool busy = ::flock(file_, LOCK_EX | LOCK_NB) != 0
-                          ? errno == EWOULDBLOCK
-                          : ::fstat(file_, &locked) == 0 &&
-                                (::stat(path_.c_str(), &named) != 0 || locked.st_ino != named.st_ino);
-    if (!busy) return;  // where a file system does not lock, too
-    ::close(file_);
-    refuse(directory.string(), "another write of it at this moment", "one",
-           "On ranks call write_weights(directory, module, *layout), of which one rank writes");
+        lock_(path_) {
+    if (lock_.problem() == EWOULDBLOCK)  // where a file system does not lock, it goes on
+      refuse(directory.string(), "another write of it at this moment", "one",
+             "On ranks call write_weights(directory, module, *layout), of which one rank writes");
   }
   ~WriteLock() {
     std::error_code ignored;
     fs::remove(path_, ignored);
-    if (file_ >= 0) ::close(file_);
   }
   WriteLock(const WriteLock&) = delete;
   WriteLock& operator=(const WriteLock&) = delete;
 
  private:
   fs::path path_;
-  int file_;
+  FileLock lock_;
 };
 
 void write_files(const fs::path& directory, const TensorStream& weights, std::int64_t file_bytes) {

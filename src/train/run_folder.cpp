@@ -10,7 +10,6 @@
 #include <cstring>
 #include <map>
 
-#include "base/files.hpp"
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
@@ -170,13 +169,8 @@ RunFolder::RunFolder(const RunConfig& config)
   made_ = !fs::exists(directory_, error);
   make_folders(directory_);
   lock();
-  try {
-    if (::stat(directory_.c_str(), &folder_) != 0) folder_ = {};  // gone already: check() reports it
-    take(config, from);
-  } catch (...) {
-    ::close(std::exchange(file_, -1));
-    throw;
-  }
+  if (::stat(directory_.c_str(), &folder_) != 0) folder_ = {};  // gone already: check() reports it
+  take(config, from);
 }
 
 // Requires that the lock is held.
@@ -185,8 +179,8 @@ void RunFolder::take(const RunConfig& config, const Continued& from) {
   const std::string who = fmt::format("process {} since {:%Y-%m-%d %H:%M:%S} UTC{}\n", ::getpid(),
                                       fmt::gmtime(std::time(nullptr)),
                                       config.source.empty() ? std::string() : ", " + config.source.string());
-  if (::ftruncate(file_, 0) == 0)
-    (void)!::pwrite(file_, who.data(), who.size(), 0);  // information for the user only
+  if (::ftruncate(lock_->file(), 0) == 0)
+    (void)!::pwrite(lock_->file(), who.data(), who.size(), 0);  // information for the user only
   if (from.own) {
     const auto step = checkpoint_step(from.checkpoint);
     std::string later;
@@ -205,38 +199,22 @@ void RunFolder::take(const RunConfig& config, const Continued& from) {
 
 void RunFolder::lock() {
   const fs::path path = directory_ / kLock;
-  for (;;) {
-    file_ = open_lock(path);
-    if (file_ < 0)
-      refuse(path.string(), std::strerror(errno), "a file that this run can lock",
-             "Choose another folder (run.directory) or look at its permissions");
-    if (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
-      const int problem = errno;
-      const std::string who = first_line(file_);
-      ::close(std::exchange(file_, -1));
-      if (problem == EINTR) continue;
-      if (problem != EWOULDBLOCK)
-        refuse(path.string(), fmt::format("a file system that does not lock: {}", std::strerror(problem)),
-               "flock(), which keeps a second run out",
-               "Choose a folder on another file system (run.directory)");
-      refuse_living_run(directory_, who);
-    }
-    // Whoever held it before may have removed the file in between.
-    struct stat locked {};
-    struct stat named {};
-    if (::fstat(file_, &locked) == 0 && ::stat(path.c_str(), &named) == 0 && same_file(locked, named)) return;
-    ::close(std::exchange(file_, -1));
-  }
+  const FileLock& lock = lock_.emplace(path);
+  if (lock.problem() == 0) return;
+  const char* problem = std::strerror(lock.problem());
+  if (lock.file() < 0)
+    refuse(path.string(), problem, "a file that this run can lock",
+           "Choose another folder (run.directory) or look at its permissions");
+  if (lock.problem() == EWOULDBLOCK) refuse_living_run(directory_, first_line(lock.file()));
+  refuse(path.string(), fmt::format("a file system that does not lock: {}", problem),
+         "flock(), which keeps a second run out", "Choose a folder on another file system (run.directory)");
 }
 
 RunFolder::~RunFolder() {
-  if (file_ < 0) return;
-  if (!begun_ && made_) {  // a run that was refused before it wrote anything
-    std::error_code ignored;
-    fs::remove(directory_ / kLock, ignored);
-    fs::remove(directory_, ignored);
-  }
-  ::close(file_);
+  if (begun_ || !made_) return;
+  std::error_code ignored;  // a run that was refused before it wrote anything
+  fs::remove(directory_ / kLock, ignored);
+  fs::remove(directory_, ignored);
 }
 
 void RunFolder::begin() {
@@ -253,7 +231,7 @@ void RunFolder::begin() {
 bool RunFolder::is_there() const {
   struct stat held {};
   struct stat named {};
-  if (::fstat(file_, &held) != 0) return false;
+  if (::fstat(lock_->file(), &held) != 0) return false;
   if (::stat((directory_ / kLock).c_str(), &named) == 0) return same_file(held, named);
   return ::stat(directory_.c_str(), &named) == 0 && same_file(folder_, named);
 }

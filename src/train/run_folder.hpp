@@ -6,8 +6,10 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 
+#include "base/files.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "train/config.hpp"
@@ -46,7 +48,7 @@ class RunFolder {
   void take(const RunConfig& config, const Continued& from);
   std::filesystem::path directory_, checkpoints_, json_log_;
   bool made_ = false, replaces_ = false, begun_ = false, goes_on_ = false;
-  int file_ = -1;
+  std::optional<FileLock> lock_;
   struct stat folder_ {};
   std::string notice_;
 };

@@ -1,7 +1,6 @@
 // The state folder's lock and version, and folders that are whole or absent.
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -9,7 +8,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "base/files.hpp"
 #include "base/number_ranges.hpp"
 #include "base/paths.hpp"
 #include "base/print.hpp"
@@ -54,25 +52,17 @@ char* map_doing(const fs::path& path) {
 
 StateFolder::StateFolder(fs::path path) : path_(std::move(path)) {
   make_folders(path_);
-  lock_ = open_lock(path_ / "LOCK");
-  if (lock_ < 0) refuse_file("create", path_ / "LOCK", errno);
-  try {
-    if (::flock(lock_, LOCK_EX | LOCK_NB) != 0)
-      refuse(path_.string(), "another server that uses this state folder", "a folder of this server alone",
-             "Stop the other server, or name another folder");
-    check_version(path_ / "VERSION");
-    WholeFolder::remove_partial(path_);
-    doing_ = map_doing(path_ / "DOING");
-  } catch (...) {
-    ::close(lock_);
-    throw;
-  }
+  const FileLock& lock = lock_.emplace(path_ / "LOCK");
+  if (lock.file() < 0) refuse_file("create", path_ / "LOCK", lock.problem());
+  if (lock.problem() != 0)
+    refuse(path_.string(), "another server that uses this state folder", "a folder of this server alone",
+           "Stop the other server, or name another folder");
+  check_version(path_ / "VERSION");
+  WholeFolder::remove_partial(path_);
+  doing_ = map_doing(path_ / "DOING");
 }
 
-StateFolder::~StateFolder() {
-  ::munmap(doing_, kDoingBytes);
-  ::close(lock_);
-}
+StateFolder::~StateFolder() { ::munmap(doing_, kDoingBytes); }
 
 std::string StateFolder::set_doing(std::string_view name) {
   std::string former(doing_ + 1, static_cast<unsigned char>(*doing_));

@@ -7,9 +7,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "base/files.hpp"
 
 namespace isograd::serve {
 
@@ -28,7 +31,7 @@ class StateFolder {
 
  private:
   std::filesystem::path path_;
-  int lock_ = -1;
+  std::optional<FileLock> lock_;
   char* doing_ = nullptr;  // a byte with the length, then the name
 };
 
