@@ -13,7 +13,6 @@
 #include <limits>
 #include <optional>
 #include <typeinfo>
-#include <unordered_set>
 
 #include "base/refuse.hpp"
 #include "loss/share.hpp"
@@ -437,17 +436,12 @@ void check_terms(const LossTerms& terms, bool deferred) {
 }
 
 bool is_share(const at::Tensor& value) {
-  if (!value.grad_fn()) return false;
-  std::vector<const torch::autograd::Node*> nodes = {value.grad_fn().get()};
-  std::unordered_set<const torch::autograd::Node*> seen(nodes.begin(), nodes.end());
-  while (!nodes.empty()) {
-    const torch::autograd::Node& node = *nodes.back();
-    nodes.pop_back();
-    if (typeid(node) == typeid(torch::autograd::CppNode<Share>)) return true;
-    for (const auto& edge : node.next_edges())
-      if (edge.function && seen.insert(edge.function.get()).second) nodes.push_back(edge.function.get());
-  }
-  return false;
+  bool found = false;
+  walk(value, true, [&](const torch::autograd::Node& node, bool, const auto& go) {
+    found = found || typeid(node) == typeid(torch::autograd::CppNode<Share>);
+    for (const auto& edge : node.next_edges()) go(edge, true);
+  });
+  return found;
 }
 
 const char* name_of(Mean mean) {

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <typeinfo>
-#include <unordered_map>
-#include <unordered_set>
 
 #include "base/refuse.hpp"
 
@@ -97,8 +95,8 @@ double mean_over(const Node& node) {
 
 // Functions that a sum is looked through: each element of their input gets the number that their result got.
 bool is_passed(const std::string& function) {
-  return copying_functions().count(function) || function == "SelectBackward" || function == "Index" ||
-         function == "Nansum" || function == "Mul" || function == "Div";
+  return copying_functions().count(function) || function == "Index" || function == "Nansum" ||
+         function == "Mul" || function == "Div";
 }
 
 // Where a way down from a term ends: at a mean, or at what differs between elements.
@@ -110,23 +108,17 @@ struct End {
 };
 
 std::vector<End> ends_of(const at::Tensor& term) {
-  struct Place {
-    Node* node;
-    End so_far;
-    bool outside;  // of the sum: all from the term to here are single numbers
+  struct Way {
+    End so_far{};
+    bool outside = true;  // of the sum: all from the term to here are single numbers
   };
-  std::vector<Place> places;
   std::vector<End> ends;
-  std::unordered_set<Node*> seen;
-  if (term.grad_fn()) places.push_back({term.grad_fn().get(), {}, true});
-  for (std::size_t p = 0; p < places.size(); ++p) {
-    const Place place = places[p];
-    const Node& node = *place.node;
-    if (place.outside)
+  walk(term, Way(), [&](const Node& node, const Way& way, const auto& go) {
+    if (way.outside)
       if (const double over = mean_over(node); over > 1) {
-        ends.push_back(place.so_far);
+        ends.push_back(way.so_far);
         ends.back().mean_over = over;
-        continue;
+        return;
       }
     std::string function = node.name();
     function = function.substr(0, function.find("Backward"));
@@ -134,20 +126,19 @@ std::vector<End> ends_of(const at::Tensor& term) {
     for (std::size_t i = 0; i < node.num_outputs() && is_passed(function); ++i) {
       const auto& edge = node.next_edge(i);
       if (!edge.is_valid()) continue;
-      End next = place.so_far;
+      End next = way.so_far;
       if (function == "Mul" || function == "Div") {
         const auto factor = factor_of(node, i);
         if (!factor) continue;
-        if (place.outside) next.divided = function == "Div" && next.factors.empty();
+        if (way.outside) next.divided = function == "Div" && next.factors.empty();
         next.factor *= *factor;
         next.factors.push_back(*factor);
       }
       passed = true;
-      if (seen.insert(edge.function.get()).second)
-        places.push_back({edge.function.get(), std::move(next), elements_made(edge) == 1});
+      go(edge, {std::move(next), elements_made(edge) == 1});
     }
-    if (!passed) ends.push_back(place.so_far);
-  }
+    if (!passed) ends.push_back(way.so_far);
+  });
   return ends;
 }
 
@@ -402,36 +393,24 @@ const std::map<std::string, std::vector<std::size_t>>& products() {
 In16Bits in_16_bits(const at::Tensor& sum) {
   const auto narrow = [](at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; };
   if (narrow(sum.scalar_type())) return In16Bits::kSum;
-  struct Place {
-    Node* node;
-    bool copied;  // all the way from the sum
-  };
-  std::vector<Place> places;
-  std::unordered_map<Node*, bool> seen;  // whether by copies alone
-  const auto visit = [&](Node* node, bool copied) {
-    const auto [place, is_new] = seen.emplace(node, copied);
-    if (!is_new && (copied || !place->second)) return;
-    place->second = copied;
-    places.push_back({node, copied});
-  };
-  if (sum.grad_fn()) visit(sum.grad_fn().get(), true);
   In16Bits found = In16Bits::kNothing;
-  for (std::size_t p = 0; p < places.size(); ++p) {
-    const auto [node, came_copied] = places[p];
-    for (std::size_t i = 0; i < node->num_outputs(); ++i) {
-      const auto& edge = node->next_edge(i);
+  // The state: whether all the way from the sum is copies.
+  const auto look = [&](const Node& node, bool came_copied, const auto& go) {
+    for (std::size_t i = 0; i < node.num_outputs(); ++i) {
+      const auto& edge = node.next_edge(i);
       if (!edge.function || edge.function->next_edges().empty()) continue;  // a leaf keeps its own type
       const auto& made = made_by(edge);
-      if (!is_scalar(made) && !hands_on(*node, i)) continue;
-      const bool copied = came_copied && copies(*node, i);
-      if (!narrow(c10::typeMetaToScalarType(made.dtype()))) {
-        visit(edge.function.get(), copied);
-      } else {
-        if (is_scalar(made)) return In16Bits::kSum;
-        found = std::max(found, copied ? In16Bits::kCopies : In16Bits::kMultiples);
-      }
+      if (!is_scalar(made) && !hands_on(node, i)) continue;
+      const bool copied = came_copied && copies(node, i);
+      if (!narrow(c10::typeMetaToScalarType(made.dtype())))
+        go(edge, copied);
+      else
+        found = std::max(found, is_scalar(made) ? In16Bits::kSum
+                                : copied        ? In16Bits::kCopies
+                                                : In16Bits::kMultiples);
     }
-  }
+  };
+  walk(sum, true, look, [](bool copied, bool copied_now) { return copied && !copied_now; });
   return found;
 }
 

@@ -2,16 +2,42 @@
 // gradients.
 #pragma once
 
+#include <torch/csrc/autograd/function.h>
+
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "isograd/batch.hpp"
 #include "isograd/loss.hpp"
 
 namespace isograd {
+
+inline constexpr auto kOnce = [](const auto& /*earlier*/, const auto& /*now*/) { return false; };
+
+// Calls visit(node, state, next) for the nodes behind a tensor, nearest first; next(edge, state) goes on to
+// another. A node is visited once, and again where again(its state, the new one).
+template <class State, class Visit, class Again = decltype(kOnce)>
+void walk(const at::Tensor& from, const State& first, const Visit& visit, const Again& again = kOnce) {
+  std::vector<std::pair<torch::autograd::Node*, State>> places;
+  std::unordered_map<torch::autograd::Node*, State> seen;
+  const auto next = [&](const torch::autograd::Edge& edge, const State& state) {
+    if (!edge.is_valid()) return;
+    const auto [place, is_new] = seen.try_emplace(edge.function.get(), state);
+    if (!is_new && !again(place->second, state)) return;
+    place->second = state;
+    places.emplace_back(edge.function.get(), state);
+  };
+  next({from.grad_fn(), 0}, first);
+  for (std::size_t p = 0; p < places.size(); ++p) {
+    const auto [node, state] = places[p];  // a copy: more places are added
+    visit(*node, state, next);
+  }
+}
 
 // Looks at the graphs of a rank's loss terms, micro-batch by micro-batch, for a mean that LibTorch takes and
 // for a division by a number of this micro-batch: its targets, tokens, samples or weights. It computes
