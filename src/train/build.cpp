@@ -437,11 +437,11 @@ ComposedDecoder compose_decoder(DecoderLM& model, const RunConfig& config, const
   return {.layout = std::move(layout), .pipeline = std::move(pipeline)};
 }
 
-void attend_over(DecoderLM& model, const Mesh& mesh) {
+void attend_over(ReferenceModel& model, const Mesh& mesh, bool causal) {
   if (mesh.size(kContextAxes) == 1) return;
-  model.set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
-                                                      const at::Tensor& k, const at::Tensor& v) {
-    return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch);
+  model.set_attention([over = ContextAttention(mesh, causal), causal](
+                          const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch, causal);
   });
 }
 

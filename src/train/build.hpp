@@ -122,7 +122,7 @@ struct ComposedDecoder {
 ComposedDecoder compose_decoder(DecoderLM& model, const RunConfig& config, const Mesh& mesh);
 
 // Attention over the ranks that share samples (cp_ring, cp_ulysses), on the heads that tp leaves to each.
-void attend_over(DecoderLM& model, const Mesh& mesh);
+void attend_over(ReferenceModel& model, const Mesh& mesh, bool causal = true);
 
 // ---- the layout of a run ----
 

@@ -16,7 +16,6 @@
 #include "isograd/group.hpp"
 #include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
-#include "model/attention/attention.hpp"
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
@@ -154,14 +153,7 @@ class VideoModel : public TaskModel {
   }
   Layout cut(const Mesh& mesh) override { return cut_video(*model_, mesh, cut_options_); }
 
-  void attend_over(const Mesh& mesh) override {
-    if (mesh.size(kContextAxes) == 1) return;
-    model_->set_attention([over = ContextAttention(mesh, /*causal=*/false)](
-                              const Batch& batch, const at::Tensor& q, const at::Tensor& k,
-                              const at::Tensor& v) {
-      return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch, /*causal=*/false);
-    });
-  }
+  void attend_over(const Mesh& mesh) override { isograd::attend_over(*model_, mesh, /*causal=*/false); }
 
  private:
   std::shared_ptr<VideoDiT> model_;
