@@ -11,6 +11,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/refuse.hpp"
+#include "model/safetensors.hpp"
 
 namespace isograd {
 namespace {
@@ -529,7 +530,7 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
                            : family == "qwen3"        ? "Qwen3"
                                                       : "Mistral";
   const bool has_experts = family != config.family;
-  const char* type = dtype == at::kDouble ? "float64" : dtype == at::kFloat ? "float32" : "bfloat16";
+  const char* type = float_type(dtype).name;
   const auto token = [](std::int64_t id) { return id < 0 ? ordered_json(nullptr) : ordered_json(id); };
   ordered_json ends = token(config.eos);
   if (!config.more_eos.empty()) {

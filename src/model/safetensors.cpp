@@ -9,6 +9,12 @@
 #include "base/refuse.hpp"
 
 namespace isograd {
+
+const FloatType& float_type(at::ScalarType type) {
+  if (const FloatType* row = float_type(type, &FloatType::type)) return *row;
+  refuse("dtype", c10::toString(type), "float64, float32, float16 or bfloat16", "Convert the tensors");
+}
+
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "safetensors stores little-endian values");

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -12,6 +13,23 @@
 #include "isograd/model.hpp"
 
 namespace isograd {
+
+// The types of parameters and gradients, the finest first, with their names in train.dtype and config.json,
+// and in verdicts and dumps.
+struct FloatType {
+  at::ScalarType type;
+  const char *name, *precision;
+};
+inline constexpr FloatType kFloatTypes[] = {{at::kDouble, "float64", "fp64"},
+                                            {at::kFloat, "float32", "fp32"},
+                                            {at::kHalf, "float16", "fp16"},
+                                            {at::kBFloat16, "bfloat16", "bf16"}};
+// The row with that value, as in float_type("fp32", &FloatType::precision); null: none has it.
+const FloatType* float_type(const auto& value, auto FloatType::*of) {
+  const FloatType* const row = std::ranges::find(kFloatTypes, value, of);
+  return row == std::end(kFloatTypes) ? nullptr : row;
+}
+const FloatType& float_type(at::ScalarType type);  // ConfigError: another type
 
 using Metadata = std::map<std::string, std::string>;
 

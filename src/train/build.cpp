@@ -20,6 +20,7 @@
 #include "isograd/tensor_parallel.hpp"
 #include "loss/checks.hpp"
 #include "model/attention/attention.hpp"
+#include "model/safetensors.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/rules.hpp"
@@ -57,9 +58,8 @@ std::string part_of(const std::string& by, const std::string& name) {
 }  // namespace
 
 at::ScalarType scalar_type(const std::string& dtype) {
-  if (dtype == "float64") return at::kDouble;
-  if (dtype == "float32") return at::kFloat;
-  if (dtype == "bfloat16") return at::kBFloat16;
+  const FloatType* const found = float_type(dtype, &FloatType::name);
+  if (found && found->type != at::kHalf) return found->type;
   refuse("train.dtype", dtype, "float64, float32 or bfloat16", "Choose one of them");
 }
 

@@ -220,10 +220,7 @@ std::string described(at::ScalarType type, at::IntArrayRef sizes) { return c10::
 
 std::string dtypes_of(DataParallel& layout) {
   std::set<std::string> names;
-  for (const Bucket& bucket : layout.buckets())
-    names.insert(bucket.plan.dtype == at::kDouble     ? "float64"
-                 : bucket.plan.dtype == at::kBFloat16 ? "bfloat16"
-                                                      : "float32");
+  for (const Bucket& bucket : layout.buckets()) names.insert(float_type(bucket.plan.dtype).name);
   return fmt::format("{}", fmt::join(names, ", "));
 }
 

@@ -455,13 +455,4 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
                   layout.e3.state == Grade::State::kPassed;
 }
 
-std::string precision_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble: return "fp64";
-    case at::kFloat: return "fp32";
-    case at::kBFloat16: return "bf16";
-    default: return c10::toString(dtype);
-  }
-}
-
 }  // namespace isograd

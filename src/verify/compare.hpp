@@ -123,6 +123,4 @@ std::optional<Finding> diagnose_resolution(const std::vector<ParameterVerdict>& 
 // Fills in what a grade finds, from comparisons of all parameters (Grade::uniform_found and the following).
 void note_resolution(Grade& grade, const std::vector<ParameterVerdict>& parameters, bool exact);
 
-std::string precision_name(at::ScalarType dtype);
-
 }  // namespace isograd

@@ -8,6 +8,8 @@
 #include <numeric>
 #include <set>
 
+#include "model/safetensors.hpp"
+
 namespace isograd {
 namespace {
 
@@ -306,9 +308,8 @@ bool uniform(const std::vector<double>& weights) {
 }
 
 at::ScalarType type_of(const std::string& precision) {
-  if (precision == "bf16") return at::kBFloat16;
-  if (precision == "fp16") return at::kHalf;
-  return precision == "fp64" ? at::kDouble : at::kFloat;
+  const FloatType* const found = float_type(precision, &FloatType::precision);
+  return found ? found->type : at::kFloat;
 }
 
 // The sums have one part for each rank and micro-batch that holds something.
@@ -457,10 +458,8 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
 }
 
 const std::string& ComparedStep::precision() const {
-  const auto place = [](const std::string& precision) {
-    return precision == "bf16" ? 3 : precision == "fp16" ? 2 : precision == "fp64" ? 0 : 1;
-  };
-  return place(expected().precision) > place(found().precision) ? expected().precision : found().precision;
+  const auto row = [](const StepDump& dump) { return &float_type(type_of(dump.precision)); };
+  return row(expected()) > row(found()) ? expected().precision : found().precision;
 }
 
 ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& again)

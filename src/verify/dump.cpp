@@ -140,7 +140,7 @@ class StepReader {
       dump.axes.push_back({axis, static_cast<int>(ranks)});
     }
     if (const auto* value = find("precision")) {
-      if (*value != "fp64" && *value != "fp32" && *value != "bf16" && *value != "fp16")
+      if (!value->is_string() || !float_type(value->get<std::string>(), &FloatType::precision))
         bad("precision", show(*value), "\"fp64\", \"fp32\", \"bf16\" or \"fp16\"");
       dump.precision = value->get<std::string>();
     }
@@ -367,7 +367,7 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
     bad(fmt::format("{} tensors", tensors.size()),
         fmt::format("the {} that \"parameters\" of {} names", order.size(), kStep));
   const bool in_fp64 = *precision == "fp64";
-  bool wide = true, bf16 = false, fp16 = false;
+  const FloatType* coarsest = kFloatTypes;
   StepDump::Named gradients;
   std::set<std::string> taken;
   for (const auto& name : order) {
@@ -376,17 +376,16 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
       bad(fmt::format("{} {}", place == tensors.end() ? "no tensor" : "twice in \"parameters\"", name),
           "each tensor named once");
     const at::ScalarType type = place->second.scalar_type();
-    if (type != at::kDouble && type != at::kFloat && type != at::kBFloat16 && type != at::kHalf)
+    const FloatType* const row = float_type(type, &FloatType::type);
+    if (!row)
       bad(fmt::format("{} in {}", name, c10::toString(type)), "F64, F32, BF16 or F16");
     if (in_fp64 && type != at::kDouble)
       bad(fmt::format("{} in {}", name, c10::toString(type)),
           fmt::format("F64, as \"precision\" of {} says: what was rounded proves nothing in fp64", kStep));
-    wide = wide && type == at::kDouble;
-    bf16 = bf16 || type == at::kBFloat16;
-    fp16 = fp16 || type == at::kHalf;
+    coarsest = std::max(coarsest, row);
     gradients.emplace_back(name, place->second.to(at::kDouble));  // F64 stays in the file, mapped
   }
-  if (precision->empty()) *precision = wide ? "fp64" : bf16 ? "bf16" : fp16 ? "fp16" : "fp32";
+  if (precision->empty()) *precision = coarsest->precision;
   return gradients;
 }
 

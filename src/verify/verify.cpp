@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "base/refuse.hpp"
+#include "model/safetensors.hpp"
 #include "train/rank_zero.hpp"
 #include "verify/experiments.hpp"
 #include "verify/present.hpp"
@@ -34,7 +35,7 @@ void take(const VerifyProblem& problem, const std::string& name, const StepDump&
   dump.samples = exact.samples;
   dump.counts = exact.counts;
   dump.axes = exact.axes;
-  dump.precision = precision_name(problem.dtype);
+  dump.precision = float_type(problem.dtype).precision;
   dump.figures = figures;
   dump.gradients = std::move(rounded);
   problem.take_dump(rounded_name, dump);
@@ -176,7 +177,7 @@ std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTe
 LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& layout, const Initial& initial,
                          const Reference& reference, StepDump found, Group& group) {
   const bool exact_run = problem.dtype == at::kDouble, reports = group.rank() == 0;
-  const std::string precision = precision_name(problem.dtype);
+  const std::string precision = float_type(problem.dtype).precision;
   LayoutVerdict result;
   result.name = layout.name;
   at::Tensor most = at::full({1}, static_cast<std::int64_t>(problem.local.size()), at::kLong);
@@ -391,7 +392,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   const auto start = std::chrono::steady_clock::now();
   Verdict verdict;
   verdict.ranks = group.size();
-  verdict.precision = precision_name(problem.dtype);
+  verdict.precision = float_type(problem.dtype).precision;
   verdict.loss = problem.loss.text();
   Initial initial(problem.make_model(problem.dtype));
   check(problem, initial, group);

@@ -3,6 +3,7 @@
 
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
+#include "model/safetensors.hpp"
 #include "museum/room.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "verify/compare.hpp"
@@ -118,8 +119,8 @@ std::vector<std::string> false_alarms(int configurations, std::uint64_t seed,
     const Dice model_dice(seed + 2, static_cast<std::uint64_t>(i));
     fit_vocabulary(by_rank, RandomModel(model_dice, at::kDouble).vocabulary);
     const auto name = fmt::format("{}: {} ranks ({} replicas), {}, {}, {}, buckets of {} bytes{}, limit {}",
-                                  i, ranks, replicas, precision_name(dtype), strategy.name, name_of(mean),
-                                  bucket_bytes, overlap ? ", overlapped" : "", max_norm);
+                                  i, ranks, replicas, float_type(dtype).precision, strategy.name,
+                                  name_of(mean), bucket_bytes, overlap ? ", overlapped" : "", max_norm);
     Verdict verdict;
     run_ranks(ranks, [&](World& world) {
       VerifyProblem problem;

@@ -57,10 +57,6 @@ ModelSettings settings_of(const std::map<std::string, std::string>& metadata) {
   return settings;
 }
 
-std::string dtype_name(at::ScalarType type) {
-  return type == at::kDouble ? "float64" : type == at::kBFloat16 ? "bfloat16" : "float32";
-}
-
 // `take` writes the whole tensors on the first rank; the others take part to the end, whatever happens there.
 void gathered(DataParallel& layout, const OptimizerState& parts, const Layout* placed, bool first,
               const std::function<void(const TensorStream&)>& take) {
@@ -288,7 +284,7 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
                   .tokens = kNotRecorded,
                   .norm = norm,
                   .clip_coefficient = coefficient};
-  dump.precision = dtype_ == at::kDouble ? "fp64" : dtype_ == at::kBFloat16 ? "bf16" : "fp32";
+  dump.precision = float_type(dtype_).precision;
   dump.scales = {{"learning_rate", params.learning_rate}, {"denominator", divisor}};
   fs::create_directories(dumps);
   write_dump(dump, dumps / std::to_string(optimizer_->updates()));
@@ -344,7 +340,7 @@ SavedModel TrainedModel::saved_now(Engine::Save which) const {
   saved.created = created_, saved.weights = is_whole() ? "whole" : "adapter";
   if (which != Engine::Save::kTraining) return saved;
   require_sound();
-  saved.training = true, saved.dtype = dtype_name(dtype_), saved.updates = optimizer_->updates(),
+  saved.training = true, saved.dtype = float_type(dtype_).name, saved.updates = optimizer_->updates(),
   saved.open = open_;
   return saved;
 }
@@ -377,9 +373,9 @@ std::int64_t TrainedModel::write(const fs::path& directory, Engine::Save which, 
 }
 
 void TrainedModel::restore(const SavedModel& saved, const fs::path& directory) {
-  if (saved.dtype != dtype_name(dtype_))
+  if (saved.dtype != float_type(dtype_).name)
     refuse(directory.string(), "optimizer state of " + saved.dtype,
-           "this server's dtype, " + dtype_name(dtype_),
+           std::string("this server's dtype, ") + float_type(dtype_).name,
            "Load the weights without the optimizer, or start the server with --dtype " + saved.dtype);
   TrainingState state;
   state.updates = saved.updates;
