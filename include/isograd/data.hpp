@@ -109,6 +109,12 @@ class Tokenizer {
   virtual std::int64_t eos() const = 0;  // -1: none
   // Encodes one document, with bos before and eos after it where they exist.
   virtual std::vector<std::uint32_t> encode(std::string_view text) const = 0;
+  // Encodes a conversation by the tokenizer's chat template; returns what each token counts as a target.
+  // `record`: JSON, {"messages": [...], "all": false} or {"prompt": [...], "completion": [...], "all":
+  // false}. ConfigError: no chat template, or one that does not mark what the assistant says.
+  virtual std::vector<float> encode_conversation(std::string_view record,
+                                                 std::vector<std::uint32_t>& tokens) const;
+  virtual std::string chat_template() const { return ""; }  // all that a conversation's tokens depend on
   // Special tokens and ids outside the vocabulary decode to nothing, invalid byte sequences to U+FFFD.
   virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
   // Writes its files into a checkpoint's folder, as transformers names them, with copies of related ones.
@@ -126,11 +132,17 @@ std::unique_ptr<Tokenizer> json_tokenizer(const std::filesystem::path& file);
 // By name: "bytes", a file *.json, or a SentencePiece model.
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name);
 
-// A pattern is a file, a glob, or a directory (all files below, except names that begin with a dot). *.jsonl
-// files give a document per line (field "text"), others are one. Each file is read once, by path.
-// ConfigError: a pattern without match, no text, text that is not UTF-8, a bad line of JSON.
+// A pattern is a file, a glob, or a directory (all files below, except names that begin with a dot). *.jsonl,
+// *.jsonl.gz and *.jsonl.zst files give a document per line, others are one. Each file is read once, by path.
+// A line has the field "text"; "prompt" and "completion", as texts or as messages; "messages"; or "tokens"
+// (docs/conversations.md). "weight" (>= 0) weighs the line's targets, "weights" each of its "tokens".
+// ConfigError: a pattern without match, no text, text that is not UTF-8, a bad line where on_bad_line =
+// kStop.
 struct CorpusOptions {
   std::vector<std::string> patterns;
+  enum class OnBadLine { kStop, kSkip } on_bad_line = OnBadLine::kStop;
+  bool train_on_all = false;       // targets of conversations are all tokens, not the assistant's alone
+  bool drop_doubled_mark = false;  // of a text that begins or ends with the token that the tokenizer adds
   std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own
   bool replace = true;  // replaces shards of other inputs in the same directory; false: ConfigError
   // Asked while another process packs into the same directory; true: do not wait for it (ConfigError).
@@ -145,6 +157,8 @@ struct PackSummary {
   std::int64_t empty_documents = 0;  // left out: no text in them
   std::int64_t doubled_marks = 0;    // documents that begin or end with the token that the tokenizer adds
   std::string first_doubled{};       // the first of them: "document 3 of a.jsonl begins with token 1 twice"
+  std::int64_t bad_lines = 0;        // left out; the directory's .bad-lines.txt names each
+  std::string first_bad{};           // "a.jsonl:3: ..."
   bool reused = false;               // the directory already held the shards of these inputs
 };
 
@@ -171,6 +185,11 @@ class TokenStore {
   virtual void read(std::int64_t document, std::int64_t begin, std::span<std::int64_t> out) const = 0;
   virtual std::uint32_t max_token() const = 0;
   virtual std::string tokenizer_name() const = 0;  // "" for foreign shards
+  // Weights of tokens as targets: all 1; 1 or 0 (no target); any numbers >= 0.
+  enum class Weights { kOnes, kMask, kNumbers };
+  virtual Weights weights() const { return Weights::kOnes; }
+  // Copies the weights of tokens [begin, begin + out.size()) of the document.
+  virtual void read_weights(std::int64_t document, std::int64_t begin, std::span<float> out) const;
 };
 
 // Counts, lengths and the first documents, decoded where a tokenizer is given, control characters escaped.
@@ -189,7 +208,10 @@ struct LoaderOptions {
   std::int64_t packs_per_step = 8;  // the global batch, over all ranks and micro-batches
   std::int64_t packs_per_micro_batch = 4;
   std::uint64_t seed = 0;
-  bool shuffle = true;         // the documents; false: in order (validation)
+  bool shuffle = true;  // the documents; false: in order (validation)
+  // kSplit: documents are concatenated and split at pack_length. kBestFit: a pack holds whole documents, by
+  // best fit decreasing; a longer document is split at pack_length.
+  enum class Packing { kSplit, kBestFit } packing = Packing::kSplit;
   bool shuffle_packs = false;  // mixes many documents in a step; off: packs of a long document stay together
   int rank = 0;
   int size = 1;
@@ -200,8 +222,9 @@ struct LoaderOptions {
 struct PackContents {
   struct Part {
     std::int64_t document, begin, end, length;
-    // Every token has a target, except the last one of the document.
-    std::int64_t num_targets() const { return end - begin - (end == length ? 1 : 0); }
+    std::int64_t ignored = 0;  // tokens whose target has weight 0
+    // The last token of the document has no target.
+    std::int64_t num_targets() const { return end - begin - (end == length ? 1 : 0) - ignored; }
   };
   int rank = 0;
   std::int64_t micro_batch = 0;
@@ -212,8 +235,8 @@ struct PackContents {
 std::string describe_packs(const std::vector<PackContents>& packs, const TokenStore& store,
                            const Tokenizer* tokenizer = nullptr);
 
-// Documents are shuffled by (seed, epoch), concatenated and split every pack_length tokens. Step k takes
-// packs [k·P, (k+1)·P), rank r a contiguous part of them. The last step is short; nothing is dropped or
+// Documents are shuffled by (seed, epoch) and packed into pack_length tokens (LoaderOptions::packing). Step k
+// takes packs [k·P, (k+1)·P), rank r a contiguous part of them. The last step is short; nothing is dropped or
 // repeated. Sample id = document. Targets are shifted before any split; a document's last token has
 // kIgnoreIndex.
 class TextLoader : public BatchLoader {

@@ -229,4 +229,10 @@ MappedFile::~MappedFile() {
   if (data_) munmap(const_cast<std::uint8_t*>(data_), size_);
 }
 
+void MappedFile::release(std::size_t begin, std::size_t bytes) const {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t first = (begin + page - 1) / page * page, end = (begin + bytes) / page * page;
+  if (first < end) madvise(const_cast<std::uint8_t*>(data_) + first, end - first, MADV_DONTNEED);
+}
+
 }  // namespace isograd

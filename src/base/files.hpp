@@ -86,6 +86,8 @@ class MappedFile {
   const std::uint8_t* data() const { return data_; }
   std::size_t size() const { return size_; }
   const fs::path& path() const { return path_; }
+  // Takes the whole pages of this part out of the process's memory. The next access reads the file again.
+  void release(std::size_t begin, std::size_t bytes) const;
 
  private:
   fs::path path_;

@@ -26,6 +26,7 @@ int pack(const PackFlags& flags) {
   std::string text =
       fmt::format("{} documents, {} tokens from {} files{}\n", summary.documents, summary.tokens,
                   summary.files, summary.reused ? " (unchanged: the shards were there already)" : "");
+  if (summary.bad_lines > 0) text += fmt::format("{} bad lines were left out\n", summary.bad_lines);
   if (summary.empty_documents > 0)
     text += fmt::format("{} documents without text were left out\n", summary.empty_documents);
   for (const auto& shard : shards) text += printable(shard.string()) + "\n";
@@ -87,8 +88,10 @@ std::vector<Verb> data_verbs(CLI::App& program) {
   auto pack_flags = std::make_shared<PackFlags>();
   pack_flags->corpus.replace = false;
   packing
-      ->add_option("TEXT", pack_flags->corpus.patterns,
-                   "files, directories or globs of UTF-8 text; .jsonl: one document a line, field \"text\"")
+      ->add_option(
+          "TEXT", pack_flags->corpus.patterns,
+          "files, directories or globs of UTF-8 text; .jsonl, .jsonl.gz and .jsonl.zst: one document a "
+          "line, as docs/conversations.md says")
       ->required();
   add_option(*packing, "--out", pack_flags->out, "folder for the shards, without other shards", "DIR")
       ->required();
@@ -97,6 +100,13 @@ std::vector<Verb> data_verbs(CLI::App& program) {
          {"bytes", "<files>"});
   add_option(*packing, "--shard-tokens", pack_flags->corpus.shard_tokens, "most tokens of a shard", "N", 1,
              0x1p40);
+  packing->add_flag_callback(
+      "--skip-bad-lines", [pack_flags] { pack_flags->corpus.on_bad_line = CorpusOptions::OnBadLine::kSkip; },
+      "leave out lines that are no documents, and list them in DIR/.bad-lines.txt");
+  packing->add_flag("--train-on-all", pack_flags->corpus.train_on_all,
+                    "learn all tokens of conversations, not the assistant's alone");
+  packing->add_flag("--drop-doubled-mark", pack_flags->corpus.drop_doubled_mark,
+                    "leave out one of two equal marks at the beginning or end of a text");
   packing->add_flag_callback(
       "--overwrite", [pack_flags] { pack_flags->corpus.replace = true; },
       "replace the shards of other text or another tokenizer that are in --out");

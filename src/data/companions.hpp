@@ -24,6 +24,11 @@ class Companions {
   void write(const fs::path& directory) const {
     for (const auto& [name, content] : files_) write_file(directory / name, content);
   }
+  std::string fingerprint() const {
+    std::string text;
+    for (const auto& [name, content] : files_) text += name + '\n' + content + '\n';
+    return text;
+  }
 
  private:
   std::vector<std::pair<std::string, std::string>> files_;  // name, content

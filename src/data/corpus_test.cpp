@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <fmt/format.h>
+
+#include "base/refuse.hpp"
 #include "data/test_support.hpp"
 
 namespace isograd {
@@ -11,10 +14,25 @@ namespace fs = std::filesystem;
 using testing::config_error;
 using testing::Folder;
 
+void stop(const LinePlace& place, const BadLine& problem) {
+  refuse(fmt::format("{}:{}", place.file.string(), place.line), problem.found, problem.expected,
+         "Correct it");
+}
+
+// The texts, and the empty ones counted.
 std::vector<std::string> documents_of(const fs::path& file, std::int64_t expected_empty = 0) {
   std::vector<std::string> documents;
-  EXPECT_EQ(for_each_document(file, [&](std::string_view text) { documents.emplace_back(text); }),
-            expected_empty);
+  std::int64_t empty = 0;
+  const auto tokenizer = byte_tokenizer();
+  for_each_document(
+      file,
+      [&](const Document& document) {
+        const std::vector<std::uint32_t> tokens = encode(document, *tokenizer, false).tokens;
+        const std::string text = tokenizer->decode(tokens);
+        text.empty() ? void(++empty) : documents.push_back(text);
+      },
+      stop);
+  EXPECT_EQ(empty, expected_empty);
   return documents;
 }
 
@@ -96,7 +114,7 @@ TEST_F(Corpus, ABadLineIsNamedByFileAndNumber) {
                                std::string(100000, '[')};
   for (const auto& line : lines) {
     const auto path = folder_.write("bad.jsonl", "{\"text\": \"fine\"}\n\n" + line + "\n");
-    const std::string error = config_error([&] { for_each_document(path, [](std::string_view) {}); });
+    const std::string error = config_error([&] { documents_of(path); });
     EXPECT_NE(error.find(path.string() + ":3"), std::string::npos) << line.substr(0, 40) << ": " << error;
   }
 }
@@ -115,7 +133,7 @@ TEST_F(Corpus, WhatIsNotUtf8IsNamedByFileAndOffset) {
   for (const auto& [text, expected] : cases)
     for (const char* name : {"bad.txt", "bad.jsonl"}) {
       const auto path = folder_.write(name, text);
-      const std::string error = config_error([&] { for_each_document(path, [](std::string_view) {}); });
+      const std::string error = config_error([&] { documents_of(path); });
       EXPECT_NE(error.find(path.string()), std::string::npos) << error;
       EXPECT_NE(error.find(expected), std::string::npos) << error;
     }

@@ -378,5 +378,55 @@ TEST(Split, SeedsDifferAndFractionsAreChecked) {
               std::string::npos);
 }
 
+// ---- whole documents in packs ----
+
+RC_GTEST_PROP(BestFit, EveryTokenOnceAndOnlyLongDocumentsAreSplit, ()) {
+  const PackedCorpus corpus = any_corpus();
+  LoaderOptions options = any_options();
+  options.packing = LoaderOptions::Packing::kBestFit;
+  TextLoader loader(corpus.store, corpus.documents, options);
+  std::multiset<std::pair<std::int64_t, std::int64_t>> seen;
+  std::vector<std::int64_t> rooms;  // packs that have room left
+  for (std::int64_t step = 0; step < loader.steps_per_epoch(); ++step)
+    for (const PackContents& pack : loader.packs({0, step})) {
+      std::int64_t tokens = 0;
+      for (const auto& part : pack.parts) {
+        RC_ASSERT(part.begin % options.pack_length == 0);
+        RC_ASSERT(part.end == std::min(part.begin + options.pack_length, part.length));
+        for (std::int64_t i = part.begin; i < part.end; ++i) seen.insert({part.document, i});
+        tokens += part.end - part.begin;
+      }
+      RC_ASSERT(tokens <= options.pack_length);
+      rooms.push_back(options.pack_length - tokens);
+    }
+  RC_ASSERT(static_cast<std::int64_t>(seen.size()) == corpus.store->num_tokens());
+  RC_ASSERT((std::set(seen.begin(), seen.end()).size()) == seen.size());
+  // If two packs fitted into one, the later would have been put into the earlier.
+  std::ranges::sort(rooms, std::greater());
+  if (rooms.size() > 1) RC_ASSERT(rooms[0] + rooms[1] < 2 * options.pack_length);
+}
+
+RC_GTEST_PROP(BestFit, AStepIsTheSameOnEveryNumberOfRanksAndAfterASeek, ()) {
+  const PackedCorpus corpus = any_corpus();
+  LoaderOptions options = any_options();
+  options.packing = LoaderOptions::Packing::kBestFit;
+  options.size = *rc::gen::inRange(1, 5);
+  std::vector<std::unique_ptr<TextLoader>> ranks;
+  for (options.rank = 0; options.rank < options.size; ++options.rank)
+    ranks.push_back(std::make_unique<TextLoader>(corpus.store, corpus.documents, options));
+  options.rank = 0, options.size = 1;
+  TextLoader alone(corpus.store, corpus.documents, options), later(corpus.store, corpus.documents, options);
+  for (std::int64_t step = 0; step < 2 * alone.steps_per_epoch(); ++step) {
+    later.seek(alone.position());
+    const MicroBatches own = alone.next();
+    RC_ASSERT(equal(later.next(), own));
+    Batch whole, split;
+    for (const Batch& batch : own) append(whole, batch);
+    for (auto& rank : ranks)
+      for (const Batch& batch : rank->next()) append(split, batch);
+    RC_ASSERT(equal(whole, split));
+  }
+}
+
 }  // namespace
 }  // namespace isograd

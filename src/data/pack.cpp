@@ -23,7 +23,9 @@ namespace {
 
 // Hidden like the lock, so that the folder and folder/* contain only shards.
 constexpr const char* kManifest = ".manifest.json";
+constexpr const char* kBadLines = ".bad-lines.txt";
 constexpr int kManifestVersion = 2;
+constexpr std::size_t kMostOfFirst = 300;  // characters of the first bad line's message
 
 // Held while a directory is inspected or filled. A second process waits, then finds the shards.
 class DirectoryLock {
@@ -140,6 +142,9 @@ std::string fingerprint(const std::vector<InputFile>& files, const Contents& con
   std::string text =
       fmt::format("{}\n{}\n{}\n{}\n{}\n", kManifestVersion, tokenizer.name(), tokenizer.vocabulary(),
                   fmt::join(tokenizer.encode(""), " "), corpus.shard_tokens);
+  if (corpus.on_bad_line == CorpusOptions::OnBadLine::kSkip) text += "bad lines are left out\n";
+  if (corpus.train_on_all) text += "all tokens are targets\n";
+  if (corpus.drop_doubled_mark) text += "no doubled marks\n";
   for (std::size_t i = 0; i < files.size(); ++i)
     text += fmt::format("{}{}{}\n", files[i].path.string(), '\0', contents.checksums[i]);
   return checksum(text.data(), text.size());
@@ -165,15 +170,19 @@ std::optional<std::vector<fs::path>> shards_of(const fs::path& directory, const 
 
 // The same, if they are of these inputs.
 std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nlohmann::json& manifest,
-                                           const std::string& inputs, PackSummary& summary) {
+                                           const std::string& inputs, const std::string& chat_template,
+                                           PackSummary& summary) {
   auto shards = shards_of(directory, manifest);
   try {
     if (!shards || manifest.at("inputs") != inputs) return std::nullopt;
+    if (manifest.value("chat_template", chat_template) != chat_template) return std::nullopt;
     summary.documents = manifest.at("documents");
     summary.tokens = manifest.at("tokens");
     summary.empty_documents = manifest.at("empty_documents");
     summary.doubled_marks = manifest.at("doubled_marks");
     summary.first_doubled = manifest.at("first_doubled");
+    summary.bad_lines = manifest.value("bad_lines", std::int64_t{0});
+    summary.first_bad = manifest.value("first_bad", "");
     summary.reused = true;
     return shards;
   } catch (const nlohmann::json::exception&) {
@@ -217,9 +226,11 @@ void refuse_others(const fs::path& directory, const std::string& prefix) {
                   "Give them a folder of their own (--out), or replace what is there: --overwrite");
 }
 
-// Looks for a token in the text that the tokenizer also adds, such as a leading "<s>".
-void look_for_doubled(const std::vector<std::uint32_t>& tokens, const Tokenizer& tokenizer,
-                      const fs::path& file, std::int64_t document, PackSummary& summary) {
+// Looks for a token in the text that the tokenizer also adds, such as a leading "<s>"; takes it out if
+// `drop`.
+void look_for_doubled(Encoded& document, bool drop, const Tokenizer& tokenizer, const fs::path& file,
+                      std::int64_t number, PackSummary& summary) {
+  auto& [tokens, weights] = document;
   const auto is = [&](std::size_t i, std::int64_t mark) { return mark >= 0 && tokens[i] == mark; };
   const std::size_t count = tokens.size();
   if (count < 2) return;
@@ -229,15 +240,37 @@ void look_for_doubled(const std::vector<std::uint32_t>& tokens, const Tokenizer&
   if ((!begins && !ends) || (count == 2 && tokens == tokenizer.encode(""))) return;
   if (++summary.doubled_marks == 1)
     summary.first_doubled =
-        fmt::format("document {} of {} {} with token {} twice", document, printable(file.string()),
+        fmt::format("document {} of {} {} with token {} twice", number, printable(file.string()),
                     begins ? "begins" : "ends", begins ? tokenizer.bos() : tokenizer.eos());
+  if (!drop) return;
+  if (ends) tokens.pop_back();
+  if (begins) tokens.erase(tokens.begin());
+  if (!weights.empty() && ends) weights.pop_back();
+  if (!weights.empty() && begins) weights.erase(weights.begin());
 }
 
-void warn_of_doubled(const PackSummary& summary) {
+void warn_of_bad_lines(const PackSummary& summary, const fs::path& directory) {
+  if (summary.bad_lines == 0) return;
+  print(stderr,
+        fmt::format("warning: {} bad line{} left out (data.on_bad_line = \"skip\"), the first: {}; {} names "
+                    "all of them\n",
+                    summary.bad_lines, summary.bad_lines == 1 ? " is" : "s are", summary.first_bad,
+                    printable((directory / kBadLines).string())));
+}
+
+void warn_of_doubled(const PackSummary& summary, bool drop) {
   if (summary.doubled_marks == 0) return;
+  if (drop) {
+    print(stderr,
+          fmt::format("{}{}: one of the two is left out (data.drop_doubled_mark)\n", summary.first_doubled,
+                      summary.doubled_marks == 1
+                          ? ""
+                          : fmt::format(", and so do {} more documents", summary.doubled_marks - 1)));
+    return;
+  }
   print(stderr,
         fmt::format("warning: {}{}: the text has a mark of its own, and the tokenizer adds one; take it out "
-                    "of the text unless it is meant to be learnt twice\n",
+                    "of the text, or set data.drop_doubled_mark, unless it is meant to be learnt twice\n",
                     summary.first_doubled,
                     summary.doubled_marks == 1
                         ? ""
@@ -245,34 +278,51 @@ void warn_of_doubled(const PackSummary& summary) {
 }
 
 std::vector<fs::path> write_shards(const std::vector<InputFile>& files, const CorpusOptions& corpus,
-                                   const Tokenizer& tokenizer, const fs::path& prefix, PackSummary& summary) {
+                                   const Tokenizer& tokenizer, const fs::path& directory,
+                                   const std::string& prefix, PackSummary& summary, bool& chats) {
   std::vector<fs::path> shards;
   std::unique_ptr<ShardWriter> writer;
+  std::optional<AtomicFile> bad_lines;
   for (const auto& file : files) {
-    std::int64_t document = 0;  // number of the document in this file, without empty ones
-    summary.empty_documents += for_each_document(file.path, [&](std::string_view text) {
-      ++document;
-      const std::vector<std::uint32_t> tokens = tokenizer.encode(text);
-      if (tokens.empty()) {  // a tokenizer may normalise a text of spaces to nothing
+    std::int64_t number = 0;  // of the document in this file, without empty ones
+    const auto add = [&](const Document& document) {
+      chats = chats || (document.record != nullptr && !document.record->contains("text"));
+      Encoded encoded = encode(document, tokenizer, corpus.train_on_all);
+      if (encoded.tokens.empty()) {  // a tokenizer may normalise a text of spaces to nothing
         ++summary.empty_documents;
         return;
       }
-      look_for_doubled(tokens, tokenizer, file.path, document, summary);
-      const auto count = static_cast<std::int64_t>(tokens.size());
+      look_for_doubled(encoded, corpus.drop_doubled_mark, tokenizer, file.path, ++number, summary);
+      const auto count = static_cast<std::int64_t>(encoded.tokens.size());
       if (writer && writer->tokens() + count > corpus.shard_tokens) {
         writer->finish();
         writer.reset();
       }
       if (!writer) {
-        shards.push_back(prefix.string() + fmt::format("-{:05}.isograd", shards.size()));
+        shards.push_back(directory / fmt::format("{}-{:05}.isograd", prefix, shards.size()));
         writer = std::make_unique<ShardWriter>(shards.back(), tokenizer.name(), tokenizer.vocabulary());
       }
-      writer->add(tokens);
+      writer->add(encoded.tokens, encoded.weights);
       ++summary.documents;
       summary.tokens += count;
+    };
+    for_each_document(file.path, add, [&](const LinePlace& place, const BadLine& problem) {
+      const std::string where = fmt::format("{}:{}", place.file.string(), place.line);
+      if (corpus.on_bad_line == CorpusOptions::OnBadLine::kStop)
+        isograd::refuse(where, problem.found, problem.expected,
+                        "Correct or remove the line, or leave such lines out (data.on_bad_line = \"skip\")");
+      if (!bad_lines) bad_lines.emplace(directory / kBadLines);
+      const std::string text =
+          fmt::format("{}: found {}, expected {}", where, problem.found, problem.expected);
+      bad_lines->write(printable(text) + "\n");
+      if (++summary.bad_lines == 1) summary.first_bad = printable(text, kMostOfFirst);
     });
   }
   if (writer) writer->finish();
+  if (bad_lines)
+    bad_lines->commit();
+  else
+    fs::remove(directory / kBadLines);
   return shards;
 }
 
@@ -295,7 +345,8 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
   nlohmann::json manifest = read_manifest(directory);
   const Contents contents = contents_of(files, manifest);
   const std::string inputs = fingerprint(files, contents, corpus, tokenizer);
-  auto shards = reuse(directory, manifest, inputs, found);
+  const std::string chat = tokenizer.chat_template(), chat_checksum = checksum(chat.data(), chat.size());
+  auto shards = reuse(directory, manifest, inputs, chat_checksum, found);
   if (shards && contents.read) {
     manifest["files"] = contents.files;
     write_file(directory / kManifest, manifest.dump(1) + "\n");
@@ -304,7 +355,8 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
     // The inputs are part of the name, so that shards of two corpora are never confused.
     const std::string prefix = "tokens-" + inputs.substr(0, 8);
     if (!corpus.replace) refuse_others(directory, prefix);
-    shards = write_shards(files, corpus, tokenizer, directory / prefix, found);
+    bool chats = false;
+    shards = write_shards(files, corpus, tokenizer, directory, prefix, found, chats);
     if (shards->empty())
       isograd::refuse("data.text " + fmt::format("{}", fmt::join(corpus.patterns, " ")),
                       fmt::format("an empty corpus: {} files, no text in them", files.size()),
@@ -323,13 +375,17 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
                 {"empty_documents", found.empty_documents},
                 {"doubled_marks", found.doubled_marks},
                 {"first_doubled", found.first_doubled},
+                {"bad_lines", found.bad_lines},
+                {"first_bad", found.first_bad},
                 {"shards", nlohmann::json::array()}};
+    if (chats) manifest["chat_template"] = chat_checksum;
     for (const auto& shard : *shards)
       manifest["shards"].push_back({{"name", shard.filename().string()}, {"bytes", fs::file_size(shard)}});
     write_file(directory / kManifest, manifest.dump(1) + "\n");
     remove_others(directory, *shards);
   }
-  warn_of_doubled(found);
+  warn_of_bad_lines(found, directory);
+  warn_of_doubled(found, corpus.drop_doubled_mark);
   if (summary) *summary = found;
   return *shards;
 }

@@ -29,6 +29,7 @@ class ShardStore final : public TokenStore {
       first_.push_back(first_.back() + shard.num_documents());
       tokens_ += shard.num_tokens();
       max_token_ = std::max(max_token_, shard.max_token());
+      weights_ = std::max(weights_, shard.weights());
     }
   }
 
@@ -43,16 +44,29 @@ class ShardStore final : public TokenStore {
   }
 
   void read(std::int64_t document, std::int64_t begin, std::span<std::int64_t> out) const override {
+    const auto [shard, at] = place(document, begin, out.size());
+    shard->read(at, out);
+  }
+
+  Weights weights() const override { return weights_; }
+  void read_weights(std::int64_t document, std::int64_t begin, std::span<float> out) const override {
+    const auto [shard, at] = place(document, begin, out.size());
+    shard->read_weights(at, out);
+  }
+
+ private:
+  // The shard of tokens [begin, begin + count) of a document, and the first of them in it.
+  std::pair<const Shard*, std::uint64_t> place(std::int64_t document, std::int64_t begin,
+                                               std::size_t count) const {
     const auto [shard, local] = find(document);
     shard->require_whole();
     const std::uint64_t at = shard->offset(local), length = shard->offset(local + 1) - at;
     const auto skip = static_cast<std::uint64_t>(begin);
-    ISOGRAD_INVARIANT(begin >= 0 && skip <= length && out.size() <= length - skip,
-                      fmt::format("tokens [{}, {} + {}) of {}", begin, begin, out.size(), length));
-    shard->read(at + skip, out);
+    ISOGRAD_INVARIANT(begin >= 0 && skip <= length && count <= length - skip,
+                      fmt::format("tokens [{}, {} + {}) of {}", begin, begin, count, length));
+    return {shard, at + skip};
   }
 
- private:
   static std::string describe_tokenizer(const Shard& shard) {
     return shard.tokenizer().empty() ? "a foreign shard" : "tokens of " + shard.tokenizer();
   }
@@ -68,9 +82,14 @@ class ShardStore final : public TokenStore {
   std::vector<std::int64_t> first_{0};  // [shards + 1], first document of each shard
   std::int64_t tokens_ = 0;
   std::uint32_t max_token_ = 0;
+  Weights weights_ = Weights::kOnes;
 };
 
 }  // namespace
+
+void TokenStore::read_weights(std::int64_t /*document*/, std::int64_t /*begin*/, std::span<float> out) const {
+  std::ranges::fill(out, 1.0F);
+}
 
 std::shared_ptr<TokenStore> TokenStore::open(const std::vector<fs::path>& files,
                                              std::optional<std::uint32_t> end_of_text) {
@@ -111,7 +130,8 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "shards are mapped, and little-endian");
 
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 1, kWithWeights = 2;
+constexpr std::size_t kPiece = std::size_t{16} << 20;            // of a mapped file that is read through
 constexpr std::uint32_t kLlmC16 = 20240520, kLlmC32 = 20240801;  // llm.c: dev/data/data_common.py
 constexpr std::uint64_t kLlmCHeader = 1024;
 constexpr std::uint64_t kLargestVocabulary = std::uint64_t{1} << 32;
@@ -150,8 +170,9 @@ void ShardWriter::pad() {
   append(&zero, padded(file_.position()) - file_.position());
 }
 
-void ShardWriter::add(std::span<const std::uint32_t> document) {
+void ShardWriter::add(std::span<const std::uint32_t> document, std::span<const float> weights) {
   ISOGRAD_INVARIANT(!document.empty(), "a document without tokens");
+  ISOGRAD_INVARIANT(weights.empty() || weights.size() == document.size(), std::to_string(weights.size()));
   const std::uint32_t largest = *std::max_element(document.begin(), document.end());
   ISOGRAD_INVARIANT(largest < vocabulary_, std::to_string(largest));
   if (token_bytes_ == 2) {
@@ -160,14 +181,32 @@ void ShardWriter::add(std::span<const std::uint32_t> document) {
   } else {
     append(document.data(), document.size_bytes());
   }
+  for (std::size_t i = 0; i < document.size(); ++i) {
+    const float weight = weights.empty() ? 1.0F : weights[i];
+    if (run_weights_.empty() || run_weights_.back() != weight)
+      run_ends_.push_back(0), run_weights_.push_back(weight);
+    run_ends_.back() = offsets_.back() + i + 1;
+    if (weights.empty()) {
+      run_ends_.back() = offsets_.back() + document.size();
+      break;
+    }
+  }
   offsets_.push_back(offsets_.back() + document.size());
 }
 
 void ShardWriter::finish() {
   pad();
   append(offsets_.data(), 8 * offsets_.size());
+  const bool weighted = run_weights_.size() > 1 || run_weights_.front() != 1;
+  if (weighted) {
+    const std::uint64_t runs = run_ends_.size();
+    append(&runs, 8);
+    append(run_ends_.data(), 8 * runs);
+    append(run_weights_.data(), 4 * runs);
+    pad();
+  }
   Header header{.magic = {},
-                .version = kVersion,
+                .version = weighted ? kWithWeights : kVersion,
                 .token_bytes = token_bytes_,
                 .documents = offsets_.size() - 1,
                 .tokens = offsets_.back(),
@@ -220,7 +259,8 @@ void Shard::open_own() {
   std::memcpy(&header, file_.data(), sizeof header);
   if (std::memcmp(header.magic, kShardMagic, sizeof kShardMagic) != 0)
     fail("no magic number of isograd", "an isograd shard, or a foreign one whose name ends in .bin");
-  if (header.version != kVersion) fail(fmt::format("version {}", header.version), "version 1");
+  if (header.version != kVersion && header.version != kWithWeights)
+    fail(fmt::format("version {}", header.version), "version 1 or 2");
   if (header.token_bytes != 2 && header.token_bytes != 4)
     fail(fmt::format("tokens of {} bytes", header.token_bytes), "2 or 4");
   if (header.file_bytes != size)
@@ -234,12 +274,20 @@ void Shard::open_own() {
          "at least one of each, and room for them");
   const std::uint64_t tokens_at = kShardHeader + padded(header.name_bytes);
   const std::uint64_t offsets_at = tokens_at + padded(header.tokens * header.token_bytes);
-  const std::uint64_t end = offsets_at + 8 * (header.documents + 1);
+  std::uint64_t end = offsets_at + 8 * (header.documents + 1), runs = 0;
+  if (header.version == kWithWeights && end <= size - 8) {
+    std::memcpy(&runs, file_.data() + end, 8);
+    if (runs == 0 || runs > header.tokens) fail(fmt::format("{} runs of weights", runs), "1 to one a token");
+    end += 8 + 8 * runs + padded(4 * runs);
+  }
   if (end != size) fail(fmt::format("{} bytes", size), fmt::format("{} bytes for its contents", end));
 
   std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> hash(XXH3_createState(), XXH3_freeState);
   XXH3_64bits_reset(hash.get());
-  XXH3_64bits_update(hash.get(), file_.data() + kShardHeader, size - kShardHeader);
+  for (std::size_t at = kShardHeader; at < size; at += kPiece) {
+    XXH3_64bits_update(hash.get(), file_.data() + at, std::min(kPiece, size - at));
+    file_.release(at, std::min(kPiece, size - at));
+  }
   XXH3_64bits_update(hash.get(), file_.data(), offsetof(Header, checksum));
   if (const std::uint64_t found = XXH3_64bits_digest(hash.get()); found != header.checksum)
     fail(fmt::format("checksum {:016x}", found), fmt::format("checksum {:016x}", header.checksum));
@@ -257,6 +305,7 @@ void Shard::open_own() {
     split_offsets_.assign(offsets_.begin(), offsets_.end());
     offsets_ = split_offsets_;
   }
+  if (runs > 0) set_weights(offsets_at + 8 * (header.documents + 1) + 8, runs);
   set_tokens(tokens_at, header.tokens, header.token_bytes);
   if (max_token_ >= header.vocabulary || header.vocabulary > kLargestVocabulary)
     fail(fmt::format("token {} of a vocabulary of {}", max_token_, header.vocabulary),
@@ -288,14 +337,41 @@ void Shard::open_nano_gpt(std::optional<std::uint32_t> end_of_text) {
   split(end_of_text, false);
 }
 
+void Shard::set_weights(std::uint64_t begin, std::uint64_t runs) {
+  run_ends_ = {reinterpret_cast<const std::uint64_t*>(file_.data() + begin), runs};
+  run_weights_ = {reinterpret_cast<const float*>(file_.data() + begin + 8 * runs), runs};
+  if (run_ends_.front() == 0 || run_ends_.back() != offsets_.back() ||
+      std::ranges::adjacent_find(run_ends_, std::greater_equal<>()) != run_ends_.end())
+    fail("runs of weights that are empty or overlap", "ends that increase to the number of tokens");
+  for (const float weight : run_weights_) {
+    if (!(weight >= 0) || std::isinf(weight))
+      fail(fmt::format("a weight of {}", weight), "finite weights of 0 or more");
+    if (weight != 1)
+      weights_ = std::max(weights_, weight == 0 ? TokenStore::Weights::kMask : TokenStore::Weights::kNumbers);
+  }
+}
+
+void Shard::read_weights(std::uint64_t begin, std::span<float> out) const {
+  ISOGRAD_INVARIANT(begin <= count_ && out.size() <= count_ - begin, file_.path().string());
+  std::ranges::fill(out, 1.0F);
+  if (run_ends_.empty()) return;
+  auto run = static_cast<std::size_t>(std::ranges::upper_bound(run_ends_, begin) - run_ends_.begin());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    if (begin + i >= run_ends_[run]) ++run;
+    out[i] = run_weights_[run];
+  }
+}
+
 void Shard::set_tokens(std::uint64_t begin, std::uint64_t count, std::uint32_t token_bytes) {
   count_ = count;
-  if (token_bytes == 2) {
+  if (token_bytes == 2)
     narrow_ = reinterpret_cast<const std::uint16_t*>(file_.data() + begin);
-    max_token_ = *std::max_element(narrow_, narrow_ + count);
-  } else {
+  else
     wide_ = reinterpret_cast<const std::uint32_t*>(file_.data() + begin);
-    max_token_ = *std::max_element(wide_, wide_ + count);
+  for (std::uint64_t at = 0; at < count; at += kPiece) {
+    for (std::uint64_t i = at; i < std::min<std::uint64_t>(at + kPiece, count); ++i)
+      max_token_ = std::max(max_token_, token(i));
+    file_.release(begin + at * token_bytes, std::min<std::uint64_t>(kPiece, count - at) * token_bytes);
   }
 }
 
@@ -333,7 +409,24 @@ void Shard::read(std::uint64_t begin, std::span<std::int64_t> out) const {
 
 namespace {
 
-constexpr std::size_t kPreviewTokens = 200, kPreviewCharacters = 100;
+constexpr std::size_t kPreviewTokens = 200, kPreviewCharacters = 100, kMarkedCharacters = 400;
+
+// Text of which the parts that are learnt stand in [[ ]], with a weight other than 1 behind them.
+std::string marked(const TokenStore& store, const Tokenizer& tokenizer, std::int64_t document,
+                   std::int64_t begin, const std::vector<std::uint32_t>& tokens) {
+  std::vector<float> weights(tokens.size());
+  store.read_weights(document, begin, weights);
+  std::string text;
+  for (std::size_t i = 0, end = 0; i < tokens.size() && text.size() < kMarkedCharacters; i = end) {
+    while (end < tokens.size() && weights[end] == weights[i]) ++end;
+    const std::string part = printable(tokenizer.decode({tokens.data() + i, end - i}), kPreviewCharacters);
+    if (weights[i] == 0)
+      text += part;
+    else
+      text += "[[" + part + "]]" + (weights[i] == 1 ? "" : fmt::format("x{:g}", weights[i]));
+  }
+  return text;
+}
 
 // The first tokens of [begin, end) of a document: text if there is a tokenizer, else numbers.
 std::string beginning(const TokenStore& store, const Tokenizer* tokenizer, std::int64_t document,
@@ -342,6 +435,8 @@ std::string beginning(const TokenStore& store, const Tokenizer* tokenizer, std::
       std::min<std::size_t>(kPreviewTokens, static_cast<std::size_t>(end - begin)));
   store.read(document, begin, wide);
   const std::vector<std::uint32_t> tokens(wide.begin(), wide.end());
+  if (tokenizer && store.weights() != TokenStore::Weights::kOnes)
+    return marked(store, *tokenizer, document, begin, tokens);
   if (tokenizer) return printable(tokenizer->decode(tokens), kPreviewCharacters);
   return fmt::format(
       "{}{}", fmt::join(tokens.begin(), tokens.begin() + std::min<std::ptrdiff_t>(16, tokens.size()), " "),

@@ -1,12 +1,15 @@
 # Encodes and decodes with a Hugging Face tokenizer.json for tokenizer_json.cpp, over standard input and output.
 # A request is a letter, a length of 8 bytes and that many bytes; an answer the same, its letter one of
-# o (the result), e (an error, as text) and m (the package is missing). Ends with its input.
+# o (the result), e (an error, as text), b (what is wrong with a conversation), t (with its template) and m (the name of a
+# package that is missing). Ends with its input.
 import sys
 
 sys.path[:] = [folder for folder in sys.path if folder]  # not the working folder's modules, which python -c puts first
 
 import array  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
 import struct  # noqa: E402
 
 HEAD = struct.Struct("<cQ")
@@ -24,8 +27,17 @@ def answer(letter, data):
     sys.stdout.buffer.flush()
 
 
+class BadConversation(Exception):
+    pass
+
+
+class BadTemplate(Exception):
+    pass
+
+
 class Text:
     """A tokenizer, and what stands around a document: what it adds by itself, and the marks of tokenizer_config.json."""
+    chat = None  # transformers' tokenizer, once there was a conversation
 
     def load(self, data):
         from tokenizers import Tokenizer
@@ -69,6 +81,62 @@ class Text:
             ids = ids + self.back
         return array.array("I", ids).tobytes()
 
+    def conversation(self, data):
+        """Tokens of a conversation by the chat template, and which of them are learnt: what the assistant says, the completion of a
+        prompt, or all. As in TRL's SFTTrainer, a completion begins where prompt and whole part."""
+        request = json.loads(data.decode("utf-8"))
+        chat = self.chat_of(request["folder"])
+        given = {"tools": request.get("tools"), **request.get("chat_template_kwargs", {})}
+
+        def tokens_of(messages, **more):
+            import jinja2
+            try:
+                return chat.apply_chat_template(messages, tokenize=True, return_dict=True, **given, **more)
+            except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+                raise BadConversation(f"a conversation that the chat template refuses ({error})") from None
+
+        everything = request["all"]
+        if "messages" in request:
+            messages = request["messages"]
+            says = [message for message in messages if message["role"] == "assistant"]
+            if everything:
+                ids = tokens_of(messages)["input_ids"]
+                mask = [1] * len(ids)
+            elif not says:
+                raise BadConversation("a conversation without a message of the assistant")
+            elif not re.search(r"\{%-?\s*generation\s*-?%\}", chat.get_chat_template()):
+                raise BadTemplate("a chat template without {% generation %} marks")
+            else:
+                made = tokens_of(messages, return_assistant_tokens_mask=True)
+                ids, mask = made["input_ids"], list(made["assistant_masks"])
+                runs = [i for i, bit in enumerate(mask) if bit and not (i and mask[i - 1])]
+                weights = [message.get("weight", 1) for message in says]
+                if any(weight != 1 for weight in weights):
+                    if len(runs) != len(says):
+                        raise BadConversation(f"{len(says)} messages of the assistant with weights, of which the template makes "
+                                              f"{len(runs)} runs of tokens")
+                    for start, weight in zip(runs, weights):
+                        while start < len(mask) and mask[start]:
+                            mask[start] = weight
+                            start += 1
+        else:
+            ids = tokens_of(request["prompt"] + request["completion"])["input_ids"]
+            prompt = tokens_of(request["prompt"], add_generation_prompt=True)["input_ids"]
+            begin = next((i for i, (one, other) in enumerate(zip(prompt, ids)) if one != other), min(len(prompt), len(ids)))
+            mask = [int(everything or i >= begin) for i in range(len(ids))]
+        return array.array("I", ids).tobytes() + array.array("f", mask).tobytes()
+
+    def chat_of(self, folder):
+        if self.chat is None:
+            os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+            os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+            from transformers import AutoTokenizer
+            self.chat = AutoTokenizer.from_pretrained(folder)
+            if not self.chat.chat_template:
+                self.chat = None
+                raise BadTemplate("no chat template")
+        return self.chat
+
     def decode(self, data):
         ids = array.array("I")
         ids.frombytes(data)
@@ -78,14 +146,18 @@ class Text:
 
 def main():
     text = Text()
-    requests = {b"l": text.load, b"e": text.encode, b"d": text.decode}
+    requests = {b"l": text.load, b"e": text.encode, b"d": text.decode, b"c": text.conversation}
     while True:
         letter, size = HEAD.unpack(read(HEAD.size))
         data = read(size)
         try:
             result = requests[letter](data)
         except ModuleNotFoundError as error:
-            answer(b"m", str(error).encode())
+            answer(b"m", (error.name or str(error)).encode())
+        except BadConversation as error:
+            answer(b"b", f"{error}".encode("utf-8", "replace"))
+        except BadTemplate as error:
+            answer(b"t", f"{error}".encode())
         except BaseException as error:  # tokenizers raises plain Exception, and panics of Rust are none
             answer(b"e", f"{error}".encode("utf-8", "replace"))
         else:

@@ -8,6 +8,8 @@
 #include <unistd.h>
 #include <utf8.h>
 
+#include <fmt/format.h>
+
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -20,6 +22,7 @@
 #include "base/python.hpp"
 #include "base/refuse.hpp"
 #include "data/companions.hpp"
+#include "data/corpus.hpp"
 #include "data/tokenizer_json_script.hpp"
 #include "isograd/data.hpp"
 
@@ -54,6 +57,13 @@ class ByteTokenizer final : public Tokenizer {
 };
 
 }  // namespace
+
+std::vector<float> Tokenizer::encode_conversation(std::string_view /*record*/,
+                                                  std::vector<std::uint32_t>& /*tokens*/) const {
+  refuse("data.tokenizer", "a tokenizer without a chat template (" + name() + ")",
+         "a Hugging Face tokenizer.json with one, for records with messages",
+         "Name that model's tokenizer.json in data.tokenizer");
+}
 
 std::unique_ptr<Tokenizer> byte_tokenizer() { return std::make_unique<ByteTokenizer>(); }
 
@@ -117,7 +127,13 @@ class Helper {
     std::memcpy(&size, answer.data() + 1, sizeof size);
     if (size > kMostBytes) refuse(where_, "an answer that is none", "tokens or text", kReport);
     std::string result = receive(size);
-    if (answer[0] == 'm') no_package(result);
+    if (answer[0] == 'm') no_package("no package " + result, result.substr(0, result.find('.')));
+    if (answer[0] == 'b') throw BadLine{result, "messages that the tokenizer's chat template accepts"};
+    if (answer[0] == 't')
+      refuse(where_, result, "a chat template that marks what the assistant says",
+             "Put {% generation %} and {% endgeneration %} around it in chat_template.jinja, next to the "
+             "tokenizer, or learn all tokens (data.train_on = \"all\"), or write records with prompt and "
+             "completion");
     if (answer[0] != 'o')
       refuse(where_, result, "a Hugging Face tokenizer.json and UTF-8 text", "Check data.tokenizer");
     return result;
@@ -132,10 +148,11 @@ class Helper {
   static constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 40;
   static constexpr const char* kReport = "Report it, with the version of the package tokenizers";
 
-  [[noreturn]] void no_package(const std::string& found) const {
-    refuse(where_, found + " (" + python_ + ")", "a Python with the package tokenizers",
-           "Install it (python3 -m pip install tokenizers), or name a Python that has it in the "
-           "variable PYTHON");
+  [[noreturn]] void no_package(const std::string& found, const std::string& package = "tokenizers") const {
+    refuse(where_, found + " (" + python_ + ")", "a Python with the package " + package,
+           fmt::format("Install it (python3 -m pip install {}), or name a Python that has it in the "
+                       "variable PYTHON",
+                       package));
   }
 
   // Waits for `events`, at most a second per poll. Throws once the time is up.
@@ -182,7 +199,10 @@ class Helper {
 class JsonTokenizer final : public Tokenizer {
  public:
   explicit JsonTokenizer(const fs::path& path)
-      : where_("tokenizer " + path.string()), file_(path), companions_(path.parent_path()) {
+      : where_("tokenizer " + path.string()),
+        file_(path),
+        folder_(fs::absolute(path).parent_path()),
+        companions_(path.parent_path()) {
     const fs::path config = path.parent_path() / kConfigFile;
     if (fs::exists(config)) config_ = read_file(config);
     name_ = "tokenizer.json:" + checksum(file_.data(), file_.size());
@@ -207,6 +227,22 @@ class JsonTokenizer final : public Tokenizer {
     std::memcpy(tokens.data(), answer.data(), tokens.size() * sizeof(std::uint32_t));
     return tokens;
   }
+
+  std::vector<float> encode_conversation(std::string_view record,
+                                         std::vector<std::uint32_t>& tokens) const override {
+    nlohmann::json request = nlohmann::json::parse(record);
+    request["folder"] = folder_.string();
+    const std::string answer = ask('c', json_text(request));
+    constexpr std::size_t kBoth = sizeof(std::uint32_t) + sizeof(float);
+    tokens.resize(answer.size() / kBoth);
+    std::vector<float> weights(tokens.size());
+    std::memcpy(tokens.data(), answer.data(), tokens.size() * sizeof(std::uint32_t));
+    std::memcpy(weights.data(), answer.data() + tokens.size() * sizeof(std::uint32_t),
+                weights.size() * sizeof(float));
+    return weights;
+  }
+
+  std::string chat_template() const override { return companions_.fingerprint() + config_; }
 
   std::string decode(std::span<const std::uint32_t> tokens) const override {
     const std::string bytes =
@@ -244,6 +280,7 @@ class JsonTokenizer final : public Tokenizer {
 
   std::string where_;
   MappedFile file_;
+  fs::path folder_;
   std::string config_;  // empty: no such file
   Companions companions_;
   std::string name_;

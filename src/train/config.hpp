@@ -33,6 +33,10 @@ struct RunConfig {
     std::string tokenizer = "bytes";        // "bytes" or a SentencePiece model file
     std::int64_t end_of_text = -1;          // token that delimits documents in foreign shards
     std::string cache = ".cache/isograd";
+    std::string on_bad_line = "stop";
+    std::string train_on = "assistant";
+    bool drop_doubled_mark = false;
+    std::string packing = "split";
     std::int64_t pack_length = 512;
     bool shuffle_packs = true;
     double validation_fraction = 0.02;

@@ -300,8 +300,13 @@ Resumed resume_run(const Task& task, Group& group) {
   same("optimizer.kind", now.optimizer, then.optimizer);
   same("train.dtype", now.dtype, then.dtype);
   same("data.tokenizer", now.tokenizer, then.tokenizer);
+  const std::map<std::string, std::string> before{
+      {"data.packing", "split"}};  // of checkpoints without the key
   for (const auto& [key, value] : now.order)
-    same(key, value, then.order.contains(key) ? then.order.at(key) : std::string("nothing"));
+    same(key, value,
+         then.order.contains(key) ? then.order.at(key)
+         : before.contains(key)   ? before.at(key)
+                                  : std::string("nothing"));
   if (now.documents != then.documents || now.tokens != then.tokens)
     refuse("data", fmt::format("{} {} and {} {}", now.documents, facts.documents, now.tokens, facts.tokens),
            fmt::format("{} {} and {} {}, as in checkpoint {}", then.documents, facts.documents, then.tokens,

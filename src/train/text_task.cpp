@@ -45,8 +45,9 @@ namespace {
 
 std::vector<ConfigKey> text_keys() {
   return {
-      KEY(data.text, R"(Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line,
-          from the field `text`. Empty together with `data.shards`: the C++ headers of the LibTorch in
+      KEY(data.text, R"(Files, directories or globs of UTF-8 text; `.jsonl` files, also `.jsonl.gz` and
+          `.jsonl.zst`, give one document a line: a text, a prompt and its completion, or a conversation
+          (`docs/conversations.md`). Empty together with `data.shards`: the C++ headers of the LibTorch in
           use.)",
           Ranks::kMayDiffer),
       KEY(data.shards, R"(Files, directories or globs of shards packed already: by `isograd data pack`, or
@@ -61,8 +62,20 @@ std::vector<ConfigKey> text_keys() {
           llm.c and nanoGPT. `-1`: none; a file is then one document.)"),
       KEY(data.cache, not_empty(),
           "Folder that keeps `data.text` as shards, so that the next run starts at once.", Ranks::kMayDiffer),
-      KEY(data.pack_length, "tokens", at_least(1, kManyTokens), R"(Length of a pack. Documents are
-          concatenated and split at this length; attention and positions never cross from one document into
+      KEY(data.on_bad_line, one_of({"stop", "skip"}), R"(A line of a `.jsonl` file that is no
+          document: `stop` ends the run with its place, `skip` leaves it out, counts it and lists its place in
+          the cache.)"),
+      KEY(data.train_on, one_of({"assistant", "all"}),
+          R"(Targets of a conversation: what the assistant says (of
+          a prompt and its completion: the completion), or all tokens.)"),
+      KEY(data.drop_doubled_mark,
+          R"(Leaves out one of two equal marks where a text begins or ends with the one
+          that the tokenizer adds. Off: a warning names the document.)"),
+      KEY(data.packing, one_of({"split", "best_fit"}), R"(`split`: documents are concatenated and split at
+          `data.pack_length`. `best_fit`: a pack holds whole documents, and only one that is longer than a pack
+          is split.)"),
+      KEY(data.pack_length, "tokens", at_least(1, kManyTokens), R"(Length of a pack, with
+          `data.packing = "best_fit"` the most tokens of one; attention and positions never cross from one document into
           the next.)"),
       KEY(data.shuffle_packs, R"(Takes an epoch's packs in shuffled order, so that a step mixes many
           documents. Off: packs are taken in their order, so a step may contain several fragments of a long
@@ -245,6 +258,9 @@ std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const st
 fs::path cache_folder(const RunConfig& config, const std::vector<std::string>& patterns,
                       const Tokenizer& tokenizer) {
   std::string key = tokenizer.name();
+  if (config.data.on_bad_line != "stop") key += "\non_bad_line";
+  if (config.data.train_on != "assistant") key += "\ntrain_on";
+  if (config.data.drop_doubled_mark) key += "\ndrop_doubled_mark";
   for (const auto& pattern : patterns) key += '\n' + pattern;
   return fs::path(config.data.cache) / checksum(key.data(), key.size());
 }
@@ -294,8 +310,14 @@ Corpus open_corpus(const RunConfig& config, Group& group) {
       for (const auto& file : resolve(corpus.sources)) shards.push_back(file.path);
     } else {
       const auto tokenizer = open_tokenizer(config.data.tokenizer);
-      shards = pack_corpus({.patterns = corpus.sources, .stop = StopSignals::requested}, *tokenizer,
-                           cache_folder(config, corpus.sources, *tokenizer));
+      shards =
+          pack_corpus({.patterns = corpus.sources,
+                       .on_bad_line = config.data.on_bad_line == "skip" ? CorpusOptions::OnBadLine::kSkip
+                                                                        : CorpusOptions::OnBadLine::kStop,
+                       .train_on_all = config.data.train_on == "all",
+                       .drop_doubled_mark = config.data.drop_doubled_mark,
+                       .stop = StopSignals::requested},
+                      *tokenizer, cache_folder(config, corpus.sources, *tokenizer));
     }
     for (const auto& shard : shards) files += shard.string() + '\0';
   });
@@ -304,6 +326,10 @@ Corpus open_corpus(const RunConfig& config, Group& group) {
                             : open_tokenizer(config.data.tokenizer);
   corpus.split = split_documents(*corpus.tokens, config.data.validation_fraction,
                                  static_cast<std::uint64_t>(config.run.seed));
+  if (corpus.tokens->weights() == TokenStore::Weights::kNumbers && config.loss.kind == "token_mean")
+    refuse("loss.kind", "\"token_mean\", and data with weights other than 0 and 1",
+           "a mean that divides by the sum of the weights",
+           "Set loss.kind = \"weighted_mean\", or remove the weights from the data");
   return corpus;
 }
 
@@ -732,7 +758,8 @@ class TextTask : public Task {
             .train_documents = static_cast<std::int64_t>(corpus_.split.train.size()),
             .validation_documents = static_cast<std::int64_t>(corpus_.split.validation.size()),
             .num_tokens = corpus_.tokens->num_tokens(),
-            .tokenizer = corpus_.tokens->tokenizer_name()};
+            .tokenizer = corpus_.tokens->tokenizer_name(),
+            .order = {{"data.packing", c.data.packing}}};
   }
 
   double step_flops(const BatchLoader& loader, LoaderPosition position) const override {
@@ -788,6 +815,8 @@ class TextTask : public Task {
                       .packs_per_micro_batch = batch.packs_per_micro_batch,
                       .seed = seed(),
                       .shuffle = training,
+                      .packing = config().data.packing == "best_fit" ? LoaderOptions::Packing::kBestFit
+                                                                     : LoaderOptions::Packing::kSplit,
                       .shuffle_packs = training && config().data.shuffle_packs,
                       .rank = rank,
                       .size = size,

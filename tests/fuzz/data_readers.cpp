@@ -32,7 +32,10 @@ void prepare_texts(const fs::path& folder) {
 
 void read_texts(const fs::path& file) {
   std::size_t bytes = 0;
-  for_each_document(file, [&](std::string_view text) { bytes += byte_tokenizer()->encode(text).size(); });
+  for_each_document(
+      file,
+      [&](const Document& document) { bytes += encode(document, *byte_tokenizer(), false).tokens.size(); },
+      [](const LinePlace&, const BadLine&) {});
 }
 
 void prepare_manifests(const fs::path& folder) {
