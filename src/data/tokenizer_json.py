@@ -84,8 +84,9 @@ class Text:
     def conversation(self, data):
         """Tokens of a conversation by the chat template, and which of them are learnt: what the assistant says, the completion of a
         prompt, or all. As in TRL's SFTTrainer, a completion begins where prompt and whole part."""
-        request = json.loads(data.decode("utf-8"))
-        chat = self.chat_of(request["folder"])
+        size, = struct.unpack_from("<Q", data)
+        chat = self.chat_of(os.fsdecode(data[8:8 + size]))
+        request = json.loads(data[8 + size:].decode("utf-8"))
         given = {"tools": request.get("tools"), **request.get("chat_template_kwargs", {})}
 
         def tokens_of(messages, **more):

@@ -230,9 +230,9 @@ class JsonTokenizer final : public Tokenizer {
 
   std::vector<float> encode_conversation(std::string_view record,
                                          std::vector<std::uint32_t>& tokens) const override {
-    nlohmann::json request = nlohmann::json::parse(record);
-    request["folder"] = folder_.string();
-    const std::string answer = ask('c', json_text(request));
+    std::string request;
+    Helper::append_size(request, folder_.native().size());
+    const std::string answer = ask('c', request.append(folder_.native()).append(record));
     constexpr std::size_t kBoth = sizeof(std::uint32_t) + sizeof(float);
     tokens.resize(answer.size() / kBoth);
     std::vector<float> weights(tokens.size());
