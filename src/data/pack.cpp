@@ -1,7 +1,6 @@
 // Packs a corpus into shards, once. A manifest next to them records their inputs.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,33 +32,14 @@ class DirectoryLock {
   DirectoryLock(const fs::path& directory, const std::function<bool()>& stop) : directory_(directory) {
     std::error_code error;
     fs::create_directories(directory, error);
-    file_ = error ? -1 : open_lock(directory / ".lock");
-    if (file_ < 0) refuse(error ? error.message() : std::strerror(errno));
-    try {
-      wait(stop);
-    } catch (...) {
-      close(file_);
-      throw;
-    }
-    const std::string who = fmt::format("process {}\n", getpid());
-    if (ftruncate(file_, 0) == 0) (void)!pwrite(file_, who.data(), who.size(), 0);  // for waiting processes
-  }
-  ~DirectoryLock() { close(file_); }
-  DirectoryLock(const DirectoryLock&) = delete;
-  DirectoryLock& operator=(const DirectoryLock&) = delete;
-
- private:
-  using Clock = std::chrono::steady_clock;
-
-  void wait(const std::function<bool()>& stop) const {
+    if (error) refuse(error.message());
     constexpr std::chrono::milliseconds kPoll(50);
     constexpr std::chrono::seconds kQuiet(1), kLongest(3600);
-    const auto begun = Clock::now();
+    const auto begun = std::chrono::steady_clock::now();
     bool said = false;
-    while (flock(file_, LOCK_EX | LOCK_NB) != 0) {
-      if (errno == EINTR) continue;
-      if (errno != EWOULDBLOCK) refuse(std::strerror(errno));
-      const auto waited = Clock::now() - begun;
+    while (lock_.emplace(directory / ".lock").problem() != 0) {
+      if (lock_->problem() != EWOULDBLOCK) refuse(std::strerror(lock_->problem()));
+      const auto waited = std::chrono::steady_clock::now() - begun;
       const bool asked = stop && stop();
       if (asked || waited > kLongest)
         isograd::refuse("pack into " + directory_.string(),
@@ -74,11 +54,14 @@ class DirectoryLock {
       }
       std::this_thread::sleep_for(kPoll);
     }
+    const std::string who = fmt::format("process {}\n", getpid());  // for waiting processes
+    if (ftruncate(lock_->file(), 0) == 0) (void)!pwrite(lock_->file(), who.data(), who.size(), 0);
   }
 
+ private:
   std::string holder() const {
     char text[100] = {};
-    const auto length = pread(file_, text, sizeof(text) - 1, 0);
+    const auto length = pread(lock_->file(), text, sizeof(text) - 1, 0);
     const std::string line(text, static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
     return line.empty() ? "another process" : printable(line.substr(0, line.find('\n')));
   }
@@ -89,7 +72,7 @@ class DirectoryLock {
   }
 
   const fs::path& directory_;
-  int file_ = -1;
+  std::optional<FileLock> lock_{};
 };
 
 // The manifest of a directory; null: none, or not readable, which is treated alike.
