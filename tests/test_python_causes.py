@@ -41,7 +41,7 @@ def test_the_mistake_is_named_and_the_step_without_it_passes(causes, name):
     "samples_weighted_differently a sample twice": ["sample 1 of micro-batch 0 on rank 0 counts 2 times as often as most", "`rank=dist.get_rank()`"],
     "samples_weighted_differently one rank alone": ["those of rank 0 count 2 times; those of rank 1 count 0 times", "`rank=dist.get_rank()`"],
     "samples_weighted_differently each target": ["target 0 of sample 0 of micro-batch 0 on rank 0 0.5 times", "`(losses * factor).sum()`"],
-    "not_summed_over_axis of what is compared": ["and none as one that others are compared with", "all_gather(features))`"],
+    "not_summed_over_axis of what is compared": ["and none as one that others are compared with", "isograd.all_gather_rows(features)`"],
     "loss_over_own_samples means averaged": ["the average of the ranks' means, however many rows", "all_reduce(x.sum(0)) / count`"],
     "loss_over_own_samples variances within": ["that of each rank about its own mean", "all_reduce(x.sum(0)) / count`"],
     "loss_over_own_samples unbiased": ["divided by one row less", "`x.var(0, correction=0)`"],

@@ -37,6 +37,18 @@ def test_a_planted_mistake_is_no_mean(means, fault):
         assert (error <= 1e-12) if right else (error > 1e-2), (name, error)
 
 
+def test_rows_that_are_gathered_pass_their_gradient_on(warm):
+    found = run(warm, "gathered.py", 2, 3, 4)
+    for size in ("2", "3", "4"):
+        for rank in found[size]:
+            print(size, rank)
+            assert rank["rows"] and rank["error"] <= 1e-14 and rank["without_gradient"] > 1e-2
+    for rank in found["bad"]:
+        assert rank["no_rows"].startswith("ConfigError isograd.all_gather_rows: found a tensor [] of torch.float32; expected rows [n, ...]")
+        for name in ("other_width", "other_type"):
+            assert "where rank 1 has rows of another kind than rank 0" in rank[name] and "reshape(n, -1)" in rank[name], rank
+
+
 @pytest.fixture(scope="module")
 def norms(warm):
     return run(warm, "clip.py")

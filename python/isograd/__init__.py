@@ -14,12 +14,12 @@ from ._native import load as _load
 _load()  # gives torch.distributed the backend "isograd"
 
 from ._native.isograd_comm import ConfigError, PeerError, checksum, empty_shared  # noqa: E402
-from .gradients import all_reduce_gradients, clip_grad_norm_, sum_gradients  # noqa: E402
+from .gradients import all_gather_rows, all_reduce_gradients, clip_grad_norm_, sum_gradients  # noqa: E402
 from .losses import (CountedStep, Deferred, FixedDenominator, LinearCrossEntropy, SampleMean, TokenMean, WeightedMean,  # noqa: E402
                      linear_cross_entropy)
 from ._reference import Term  # noqa: E402
 from .watching import Verdict, prove, watch  # noqa: E402
 
 __all__ = ["ConfigError", "CountedStep", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "Term",
-           "TokenMean", "Verdict", "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
-           "linear_cross_entropy", "prove", "sum_gradients", "watch"]
+           "TokenMean", "Verdict", "WeightedMean", "__version__", "all_gather_rows", "all_reduce_gradients", "checksum", "clip_grad_norm_",
+           "empty_shared", "linear_cross_entropy", "prove", "sum_gradients", "watch"]

@@ -19,7 +19,7 @@ from ._ranks import in_precision, mapped, plain_name, tensors_in
 from ._recording import Finding
 from ._reference import Batch, Features, Gradients, LARGEST_SHARES, Loss, norm_of, Reference, SMOOTH_WHOLE, Term
 
-GATHER = "gather the features of all ranks with their gradient: `torch.cat(torch.distributed.nn.functional.all_gather(features))`"
+GATHER = "gather the features of all ranks with their gradient: `isograd.all_gather_rows(features)`"
 ONCE = ("compute and differentiate the loss once, over the features of all micro-batches: `torch.cat(features_of_micro_batches)`, or by "
         "GradCache where they do not fit")
 EXACT = 1e-10  # what sums in fp64 may differ by, as E1 of the verdict

@@ -75,7 +75,7 @@ def device_of(group: ProcessGroup) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _parts(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
     """`tensor` of each rank, of one shape."""
     held = tensor.to(device_of(group)).contiguous()
     parts = [torch.empty_like(held) for _ in range(dist.get_world_size(group))]
@@ -87,7 +87,7 @@ def gather(values: torch.Tensor, group: Group) -> torch.Tensor:
     """values [n] of each rank -> [ranks, n], on the CPU, on every rank. Collective: n and the dtype are the same."""
     rows = values.unsqueeze(0)
     for each in groups_of(group):
-        rows = torch.cat(_parts(rows, each)).cpu()
+        rows = torch.cat(parts_of(rows, each)).cpu()
     return rows
 
 
@@ -96,7 +96,7 @@ def gather_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
     for each in groups_of(group):
         counts = gather(torch.tensor([rows.size(0)]), each).flatten().tolist()
         filled = torch.cat([rows, rows.new_zeros(max(counts) - rows.size(0), rows.size(1))])
-        rows = torch.cat([part[:count].cpu() for part, count in zip(_parts(filled, each), counts)])
+        rows = torch.cat([part[:count].cpu() for part, count in zip(parts_of(filled, each), counts)])
     return rows
 
 

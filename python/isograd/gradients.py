@@ -1,6 +1,7 @@
 """Gradients as sums over ranks (DDP and FSDP2 without their average, or a loop of your own), their whole norm, and clipping by it."""
 # No `from __future__ import annotations`: DDP reads the annotations of a communication hook.
 import math
+import zlib
 from typing import Any, Callable, Sequence, TypeVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from ._ranks import all_sum, gradient_of, Group, groups_of, listed, local, Parameters, refuse
+from ._ranks import all_sum, device_of, gather, gradient_of, Group, groups_of, listed, local, parts_of, Parameters, refuse
 from ._torch_names import has_comm_hook
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
@@ -62,6 +63,46 @@ def all_reduce_gradients(parameters: Parameters, group: Group = None) -> None:
             dist.all_reduce(local(parameter.grad), group=each)
         if sparse:
             parameter.grad = parameter.grad.to_sparse(1)
+
+
+def all_gather_rows(rows: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """The rows of all ranks of `group` in the order of ranks, with their gradient: for a loss that compares samples of all ranks.
+
+    rows: [n, ...] of each rank, each with its own n, 0 included -> [sum of n, ...], on the device of `rows`.
+
+    Backward gives each rank the sum over the ranks of their gradients of its rows. The whole loss, differentiated on every
+    rank and averaged by DDP, then has the gradient of one process. Collective, in forward and in backward: all ranks
+    differentiate what they gather. ConfigError, on every rank: a tensor without dimensions, or other dimensions behind the first.
+    """
+    for each in groups_of(group):
+        rows = _GatheredRows.apply(rows, each)
+    return rows
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        shape = list(rows.shape)
+        kind = zlib.crc32(f"{shape[1:]} {rows.dtype}".encode())
+        described = gather(torch.tensor([shape[0] if shape else -1, kind]), group)
+        counts = described[:, 0].tolist()
+        others = [rank for rank, one in enumerate(described) if one[1] != described[0, 1]]
+        if min(counts) < 0 or others:
+            refuse("isograd.all_gather_rows", f"a tensor {shape} of {rows.dtype}" + (
+                       f", where rank {others[0]} has rows of another kind than rank 0" if others else ""),
+                   "rows [n, ...] on every rank, alike in all but n", "Give each sample's features a row: features.reshape(n, -1)")
+        rank = dist.get_rank(group)
+        ctx.group, ctx.begin, ctx.end = group, sum(counts[:rank]), sum(counts[:rank + 1])
+        padding = rows.new_zeros(max(counts) - len(rows), *shape[1:])
+        parts = parts_of(torch.cat([rows, padding]), group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts)]).to(rows.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient, = gradients
+        total = gradient.to(device_of(ctx.group), copy=True).contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.begin:ctx.end].to(gradient.device), None
 
 
 def clip_grad_norm_(parameters: Parameters, max_norm: float, *, experts: Sequence[tuple[Parameters, Group]] = (),

@@ -193,7 +193,7 @@ std::map<std::string_view, std::string> changes(const std::string& mean, bool pe
        "of buffers of its own (Megatron's `model.zero_grad_buffer()`)"},
       {"loss_over_own_samples",
        "gather the features of all ranks with their gradient before the loss: "
-       "`torch.cat(torch.distributed.nn.functional.all_gather(features))`"},
+       "`isograd.all_gather_rows(features)`"},
       {"samples_weighted_differently",
        "take what samples are compared by (rewards, scores) over all members of a sample's group and no "
        "others, on whatever rank: gather without gradient, `dist.all_gather_object(everyone, (rewards, "

@@ -93,13 +93,13 @@ with isograd.watch(model, None, micro_batches=pairs, features=pair_features, los
                    terms=[isograd.Term(sizes, 0.05)]) as step:
     features_of_micro_batches = [model[1](torch.stack(rows)) for rows in pairs]
     term = torch.cat(features_of_micro_batches).square().mean()
-    features_of_micro_batches = [torch.cat(torch.distributed.nn.functional.all_gather(features)) for features in features_of_micro_batches]
+    features_of_micro_batches = [isograd.all_gather_rows(features) for features in features_of_micro_batches]
     features = torch.cat(features_of_micro_batches)
     loss = mean_loss(features)
     (loss + 0.05 * term).backward()
     averaged(model)
 """
-GATHER = "torch.cat(torch.distributed.nn.functional.all_gather(features))"
+GATHER = "isograd.all_gather_rows(features)"
 ONCE = "features = torch.cat(features_of_micro_batches)\n"
 WHOLE_MISTAKES = {
     "mean_of_rank_means of a whole loss": {GATHER: "features"},

@@ -45,7 +45,7 @@ TOKENS = "counted = isograd.TokenMean().count(targets)"
 CLIP = "norm = isograd.clip_grad_norm_(model, max_norm)"
 ADAMW = "optimizer = torch.optim.AdamW(model.parameters())"
 ENTROPY = 'F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none")'
-GATHER = "torch.cat(torch.distributed.nn.functional.all_gather(features))"
+GATHER = "isograd.all_gather_rows(features)"
 OBJECTS = "dist.all_gather_object(everyone, values)"
 UPDATE = "optimizer.step()"
 
@@ -148,7 +148,7 @@ CHANGES = {
                              "pair_loss((images, all_images), (texts, all_texts), scale, 4 * w.rank)"}),
     "own_pairs": Change(of(GATHER), {
         "        loss = pair_loss(": """
-        images, texts = (torch.cat(torch.distributed.nn.functional.all_gather(features)) for features in (images, texts))
+        images, texts = (isograd.all_gather_rows(features) for features in (images, texts))
         loss = pair_loss("""}),
     "balance_of_rank": Change({OBJECTS: "dist.all_gather_object(everyone, F.one_hot(routed.argmax(-1), 3))"}, {
         "        chosen = F.one_hot(routed.argmax(-1), 3).sum(0) / len(routed)": """
