@@ -44,6 +44,7 @@ def test_rows_that_are_gathered_pass_their_gradient_on(warm):
             print(size, rank)
             assert rank["rows"] and rank["error"] <= 1e-14 and rank["without_gradient"] > 1e-2
     for rank in found["bad"]:
+        assert "found a list; expected a tensor of rows" in rank["list"] and "torch.stack(features)" in rank["list"]
         assert rank["no_rows"].startswith("ConfigError isograd.all_gather_rows: found a tensor [] of torch.float32; expected rows [n, ...]")
         for name in ("other_width", "other_type"):
             assert "where rank 1 has rows of another kind than rank 0" in rank[name] and "reshape(n, -1)" in rank[name], rank
@@ -119,6 +120,12 @@ print(json.dumps([said(call) for call in [
     lambda: Deferred(TokenMean()).add(),
     lambda: clip_grad_norm_(torch.nn.Linear(2, 2), -1.0),
     lambda: clip_grad_norm_(torch.nn.Linear(2, 2), float("nan")),
+    lambda: clip_grad_norm_(torch.nn.Linear(2, 2), "1"),
+    lambda: clip_grad_norm_(None, 1.0),
+    lambda: all_reduce_gradients([3]),
+    lambda: all_reduce_gradients(torch.nn.Linear(2, 2), group="dp"),
+    lambda: sum_gradients(None),
+    lambda: TokenMean().count(3),
 ]]))
 """
 
@@ -128,7 +135,9 @@ def test_what_cannot_be_counted_is_refused(warm):
     for text, part in zip(said, ["losses of shape (3,)", "a sum in torch.bfloat16", "weights of its own",
                                  "targets in torch.float32", "found -1", "negative or not finite", "negative or not finite",
                                  "found 0.0", "samples (3,) and targets (4,)", "found SampleMean", "found micro-batch 2",
-                                 "without dimensions", "found nothing", "max_norm=-1.0", "max_norm=nan"], strict=True):
+                                 "without dimensions", "found nothing", "max_norm=-1.0", "max_norm=nan",
+                                 "max_norm='1'", "a NoneType among the parameters", "a int among the parameters", "group='dp'",
+                                 "a NoneType without DDP", "found 3; expected a list"], strict=True):
         assert text is not None and part in text and "; expected " in text, (text, part)
 
 

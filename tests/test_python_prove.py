@@ -222,6 +222,11 @@ def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
 @pytest.mark.parametrize("name, parts", {
     "other_models": ["another model on rank 1", "norm.weight is (9,) and (8,)"],
     "other_torches": ["torch 2.12.1+cu130 on rank 1 and ", "one version of torch on all ranks"],
+    "no_module": ["found a function as the model", "Give the model that the step trains"],
+    "class_of_an_optimizer": ["found the class SGD as the optimizer", "or None"],
+    "loss_called": ["found a Tensor where a loss is given", "not what it returns"],
+    "no_term": ["found a float where a loss is given", "isograd.Term(loss, weight)"],
+    "loss_without_return": ["the loss of a sample as NoneType", 'Take reduction="none"'],
     "no_lists": ["no lists of samples"],
     "other_samples": ["other samples on rank 1 than on rank 0", "`data`"],
     "dropout": ["a loss that is random", "first in 1 (Dropout)", "eval()"],

@@ -41,7 +41,11 @@ def listed(parameters: Parameters) -> list[torch.Tensor]:
     """The parameters of a module, a list or one tensor; a tied one once."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    found = list(given) if isinstance(given, Iterable) else [given]
+    if bad := [p for p in found if not isinstance(p, torch.Tensor)]:
+        refuse("isograd", f"a {type(bad[0]).__name__} among the parameters", "a module, its parameters, or a list of tensors",
+               "Give the model, or model.parameters()")
     return list({id(p): p for p in found}.values())
 
 
@@ -54,6 +58,8 @@ def groups_of(group: Group) -> list[ProcessGroup]:
     """The groups of several ranks that an exchange passes one after the other: one for each axis of a mesh. None: the world."""
     if isinstance(group, DeviceMesh):
         groups = [group.get_group(axis) for axis in range(group.ndim)]
+    elif isinstance(group, (str, int, list, tuple)):
+        refuse("isograd", f"group={group!r}", "a process group or a device mesh", 'Give torch.distributed.group.WORLD, or mesh["dp"]')
     elif group is not None:
         groups = [group]
     else:

@@ -364,7 +364,8 @@ def _losses(model: nn.Module, term: Term, sample: Any, dtype: torch.dtype, autoc
     """The sum of a sample's losses, and over how many targets, or of what weight; of the whole batch its loss and 1."""
     found = _called(model, term, sample, dtype, autocast, own)
     weighted, whole = term.mean == "weighted", term.mean == "batch"
-    value, count = found if isinstance(found, tuple) and not whole else (found, 1) if whole or weighted else (found, found.numel())
+    value, count = found if isinstance(found, tuple) and not whole else (found, 1) if whole or weighted else (
+        found, found.numel() if isinstance(found, torch.Tensor) else None)
     if isinstance(count, torch.Tensor) and weighted and count.numel() == 1:
         if count.requires_grad:
             refuse("isograd.watch", "a weight that parameters have a part in", "one that is not differentiated",

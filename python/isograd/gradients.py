@@ -25,7 +25,7 @@ def sum_gradients(model: Wrapped) -> Wrapped:
     DDP has a communication hook already, which may average.
     """
     found = False
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, DistributedDataParallel):
             if has_comm_hook(module):
                 refuse("isograd.sum_gradients", "DDP with a communication hook", "DDP as it was made",
@@ -74,6 +74,8 @@ def all_gather_rows(rows: torch.Tensor, group: Group = None) -> torch.Tensor:
     rank and averaged by DDP, then has the gradient of one process. Collective, in forward and in backward: all ranks
     differentiate what they gather. ConfigError, on every rank: a tensor without dimensions, or other dimensions behind the first.
     """
+    if not isinstance(rows, torch.Tensor):
+        refuse("isograd.all_gather_rows", f"a {type(rows).__name__}", "a tensor of rows [n, ...]", "Give torch.stack(features) of a list")
     for each in groups_of(group):
         rows = _GatheredRows.apply(rows, each)
     return rows
@@ -124,8 +126,8 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, *, experts: Sequenc
     parameter without a gradient takes part with zeros; a sparse gradient stays sparse. ConfigError: a limit below zero; a
     DTensor's gradient is a part that is not summed yet. RuntimeError: the norm is not finite and `error_if_nonfinite`.
     """
-    if not max_norm >= 0:
-        refuse("isograd.clip_grad_norm_", f"max_norm={max_norm}", "a limit of zero or more",
+    if isinstance(max_norm, str) or not max_norm >= 0:
+        refuse("isograd.clip_grad_norm_", f"max_norm={max_norm!r}", "a limit of zero or more",
                "Give infinity where the norm is only measured")
     expert_groups = [(listed(some), dist.group.WORLD if group is None else group) for some, group in experts]
     own_group: dict[int, Group] = {id(p): group for some, group in expert_groups for p in some}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Callable, Iterable, Sequence, Union
+from typing import Any, Callable, Iterable, Sequence, Union
 
 import torch
 
@@ -77,6 +77,12 @@ class CountedStep:
         return float(all_sum(torch.tensor(own, dtype=torch.float64), self._group))
 
 
+def _each(where: str, given: Iterable[Any]) -> Iterable[Any]:
+    if not isinstance(given, Iterable):
+        refuse(where, repr(given), "a list with an entry for each micro-batch", "Write [targets] for one micro-batch")
+    return given
+
+
 class TokenMean:
     """Σ ℓ_i / N over the N valid targets of all ranks and micro-batches of a step."""
 
@@ -85,7 +91,7 @@ class TokenMean:
 
     def count(self, targets: Iterable[Counts]) -> CountedStep:
         """targets: those of each micro-batch of this rank, in order, of any shape, or how many are valid. Collective."""
-        count, micro_batches = _counted("TokenMean.count", lambda: map(self.own, targets), self.group)
+        count, micro_batches = _counted("TokenMean.count", lambda: map(self.own, _each("TokenMean.count", targets)), self.group)
         return CountedStep(self.group, count, int(count), micro_batches)
 
     def own(self, targets: Union[Counts, float]) -> int:
@@ -113,7 +119,7 @@ class WeightedMean:
 
         A target without loss has weight 0. `scale` takes Σ w_i ℓ_i.
         """
-        total, micro_batches = _counted("WeightedMean.count", lambda: map(self.own, weights), self.group)
+        total, micro_batches = _counted("WeightedMean.count", lambda: map(self.own, _each("WeightedMean.count", weights)), self.group)
         return CountedStep(self.group, total, 0, micro_batches)
 
     def own(self, weights: Union[torch.Tensor, float]) -> float:

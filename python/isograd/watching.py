@@ -169,6 +169,8 @@ class watch:
                  later: Sequence[torch.optim.Optimizer] = (), max_norm: float | None = None,
                  gradient: GradientOf | None = None, precision: str | None = None, reference: torch.dtype = torch.float64,
                  alone: bool = True, report: str | None = None, folder: str | None = None, timeout: float = 600.0) -> None:
+        if not isinstance(model, nn.Module):
+            refuse(_WHERE, f"{_kind(model)} as the model", "a torch.nn.Module", "Give the model that the step trains")
         self.model, self.optimizer, self.terms = model, optimizer, [Term(loss, features=features, mean=mean), *terms]
         self.micro_batches: MicroBatches = [] if micro_batches is None else micro_batches
         self._added: list[list[Any]] | None = [] if micro_batches is None else None
@@ -245,6 +247,12 @@ class watch:
 
     def _checked(self) -> dict[str, tuple[int, ...]]:
         """Refuses what this rank can see by itself."""
+        if isinstance(self.optimizer, type):
+            refuse(_WHERE, f"{_kind(self.optimizer)} as the optimizer", "an optimizer", "Give the one that the step calls, or None")
+        for term in self.terms:
+            if not isinstance(term, Term) or not callable(term.loss):
+                refuse(_WHERE, f"{_kind(getattr(term, 'loss', term))} where a loss is given", "a function loss(model, sample), and "
+                       "isograd.Term(loss, weight) in terms=", "Give the function itself, not what it returns")
         if not isinstance(self.micro_batches, (list, tuple)) or not all(isinstance(m, list) for m in self.micro_batches):
             refuse(_WHERE, "micro_batches that are no lists of samples", "[micro-batch][sample], each micro-batch a list",
                    "Write [[sample, ...]] for a step of one micro-batch, [list(zip(x, y))] for tensors of a batch")
@@ -677,6 +685,10 @@ class watch:
         if self.size > places:
             axes["pp" if self.stages else "tp"] = self.size // places
         return axes
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _for_others(rank: int, error: BaseException) -> str:

@@ -358,6 +358,11 @@ def on_another_torch(rank):
 BAD = {
     "other_models": lambda rank: watched(rank, make_model(8 + rank)),
     "other_torches": on_another_torch,
+    "no_module": lambda rank: watched(rank, lambda x: x, step=lambda: None),
+    "class_of_an_optimizer": lambda rank: isograd.watch(make_model(), torch.optim.SGD, micro_batches=[[]], loss=sample_loss).__enter__(),
+    "loss_called": lambda rank: watched(rank, loss=sample_loss(make_model(), samples(0)[0])),
+    "no_term": lambda rank: watched(rank, terms=[0.1]),
+    "loss_without_return": lambda rank: watched(rank, loss=lambda model, sample: None),
     "no_lists": lambda rank: watched(rank, micro_batches=samples(rank)),
     "one_rank_without_lists": lambda rank: watched(rank, micro_batches=[samples(rank)] if rank else samples(rank)),
     "other_samples": lambda rank: watched(rank, data=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]),

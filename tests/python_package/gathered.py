@@ -48,6 +48,7 @@ def gradients(rank, size):
 
 
 BAD = {"other_width": lambda rank: isograd.all_gather_rows(torch.zeros(2, 3 + rank)),
+       "list": lambda rank: isograd.all_gather_rows([torch.zeros(3)]),
        "no_rows": lambda rank: isograd.all_gather_rows(torch.zeros(())),
        "other_type": lambda rank: isograd.all_gather_rows(torch.zeros(2, 3, dtype=[torch.float32, torch.float64][rank % 2]))}
 
