@@ -130,12 +130,17 @@ TEST(Failure, FailedPendingSaysSoAgain) {
 TEST(Failure, TheLastOperationsGoToAFileWhereThereIsOne) {
   const auto folder = std::filesystem::temp_directory_path() / fmt::format("isograd-operations-{}", getpid());
   std::filesystem::create_directories(folder);
-  const auto said = [] {
+  // Rank 1 leaves, or calls something else than rank 0.
+  const auto said = [](bool leaves = true) {
     ::testing::internal::CaptureStderr();
-    run_ranks(2, [](World& world) {
+    run_ranks(2, [&](World& world) {
       for (int i = 0; i < 70; ++i) world.group.all_reduce(at::ones({i + 1}));
-      if (world.rank == 1) return;
-      EXPECT_THAT(peer_error([&] { world.group.barrier(); }), HasSubstr("left the group"));
+      if (world.rank == 1 && leaves) return;
+      EXPECT_THAT(peer_error([&] {
+                    if (world.rank == 0) world.group.barrier();
+                    world.group.all_reduce(at::ones({2}));
+                  }),
+                  HasSubstr(leaves ? "left the group" : "barrier"));
     });
     return ::testing::internal::GetCapturedStderr();
   };
@@ -151,10 +156,13 @@ TEST(Failure, TheLastOperationsGoToAFileWhereThereIsOne) {
                               HasSubstr(" all_reduce(sum) of 70 Float"), HasSubstr(" barrier")));
     }
     const OperationsFile newer(folder / "absent" / "operations.txt");
-    EXPECT_THAT(said(), AllOf(HasSubstr("oldest first:\n"), HasSubstr(" all_reduce(sum) of 70 Float")))
+    EXPECT_THAT(said(false), AllOf(HasSubstr("oldest first:\n"), HasSubstr(" all_reduce(sum) of 70 Float")))
         << "what cannot be written is printed";
   }
-  EXPECT_THAT(said(), HasSubstr("oldest first:\n"));
+  const std::string disagreed = said(false);
+  EXPECT_THAT(disagreed, ::testing::MatchesRegex("isograd: .* of group 'world' on rank . of 2.*: found .*"));
+  EXPECT_LT(disagreed.find(": found "), disagreed.find("oldest first:\n")) << "the error is said first";
+  EXPECT_EQ(said(), "") << "why a rank left is in its own output, and in the error";
   std::filesystem::remove_all(folder);
 }
 

@@ -274,7 +274,10 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
   if (options.backend != "shm")
     refuse("run_ranks", fmt::format("the backend '{}'", options.backend), "'shm', as ranks are threads here",
            "Start processes for other backends: isograd launch --backend mpi");
-  if (size < 1) refuse("run_ranks", fmt::format("{} ranks", size), "1 or more", "Ask for at least one rank");
+  constexpr int kMost = 4096;  // threads
+  if (size < 1 || size > kMost)
+    refuse("run_ranks", fmt::format("{} ranks", size), fmt::format("1 to {}", kMost),
+           size < 1 ? "Ask for at least one rank" : "Start processes on several hosts instead (docs/hosts.md)");
   make_first_calls();
   auto store = c10::make_intrusive<c10d::HashStore>();
   struct Failure {

@@ -31,7 +31,8 @@ struct EngineOptions {
   std::uint64_t ring_bytes = 0;  // of a channel between two ranks, a multiple of 64; 0: by group size
   // Called at each phase of each task of this rank. Tests let the rank fail there.
   std::function<void(Phase, const Task&)> observer = {};
-  // Report the last operations when one fails: in the OperationsFile, else on standard error.
+  // Report the last operations when one fails: in the OperationsFile, else on standard error unless a rank is
+  // lost.
   bool print_history = true;
 };
 
@@ -133,8 +134,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   std::byte* shared_data(int rank, const Location& location) const;
   void ring() { control_->bell.ring(); }
-  // Poisons the group with `found` and throws it as a PeerError.
-  [[noreturn]] void fail(const Task& task, const std::string& found, const std::string& action);
+  // Poisons the group with `found` and throws it as a PeerError. `lost`: a rank has ended or left the group.
+  [[noreturn]] void fail(const Task& task, const std::string& found, const std::string& action,
+                         bool lost = false);
 
  private:
   enum class Moved { kNothing, kSomething, kComplete };
@@ -153,7 +155,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   [[noreturn]] void time_out(const Task& task, std::chrono::milliseconds timeout);
   // As poison(). Returns whether this was the first reason.
   bool spoil(const std::string& reason, bool of_operation) noexcept;
-  void print_history() noexcept;
+  void print_history(const std::string& failure, bool lost) noexcept;
   std::string who(int rank) const;
   void arrive(c10d::Store& store, std::chrono::milliseconds timeout);
   std::shared_ptr<Segment> open(c10d::Store& store, int owner, const SegmentId& id,

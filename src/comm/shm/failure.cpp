@@ -127,7 +127,8 @@ void Engine::throw_if_lost(Task& task) {
       task, fmt::format("{} {}", name, died ? "has ended" : "left the group"),
       fmt::format(
           "{}. If it ended in order, it made fewer steps: a rank without data calls step({{}}) as often as the others",
-          kRestart));
+          kRestart),
+      /*lost=*/true);
 }
 
 // A rank that a debugger or signal has stopped may continue, so this is no error before the timeout.
@@ -167,8 +168,9 @@ void Engine::throw_poison(const Task& task) {
                      poison.of_operation);
 }
 
-void Engine::fail(const Task& task, const std::string& found, const std::string& action) {
-  if (spoil(fmt::format("{}: {}", task.name(), found), /*of_operation=*/true)) print_history();
+void Engine::fail(const Task& task, const std::string& found, const std::string& action, bool lost) {
+  if (spoil(fmt::format("{}: {}", task.name(), found), /*of_operation=*/true))
+    print_history(fmt::format("{}: found {}", where(task), found), lost);
   throw_peer_error(where(task), found, "every rank to take part", action);
 }
 
@@ -201,16 +203,19 @@ std::string Engine::history() {
 }
 
 // Only the first rank that detects a failed operation prints. After other failures (a file, a model) the last
-// operations are irrelevant.
-void Engine::print_history() noexcept {
+// operations are irrelevant. Those before ranks disagreed or hung show where they parted. A rank that is
+// `lost` has its reason in its own output, so without a file they are left out.
+void Engine::print_history(const std::string& failure, bool lost) noexcept {
   if (!options_.print_history) return;
   try {
     const std::string text = history();
     if (text.empty()) return;
     const std::string what = fmt::format("the last operations of rank {} in group '{}'", rank_, name_);
     const std::string file = OperationsFile::keep(fmt::format("{}, oldest first:\n{}", what, text));
-    print(stderr, file.empty() ? fmt::format("isograd: {}, oldest first:\n{}", what, text)
-                               : fmt::format("isograd: {}: {}\n", what, printable(file)));
+    if (!file.empty())
+      print(stderr, fmt::format("isograd: {}: {}\n", what, printable(file)));
+    else if (!lost)
+      print(stderr, fmt::format("isograd: {}\nisograd: {}, oldest first:\n{}", failure, what, text));
     std::fflush(stderr);
   } catch (...) {  // the failure itself is reported in any case
   }
