@@ -16,6 +16,7 @@
 #include <optional>
 #include <source_location>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -408,7 +409,8 @@ Verdict verify(const VerifyProblem& problem, Group& group);
 const char* state_name(Grade::State state);  // "pass", "fail", "not claimed"
 // {"verdict": "pass"|"fail", "grades": {...}, "parameters": [...], "diagnosis": [...], ...}
 std::string to_json(const Verdict& verdict);
-// "parity PASS: 2 ranks = 1 device; largest error 3.1e-13 of 1e-10 allowed (fp64, <parameter>); ..."
+// "parity PASS: 2 ranks = 1 device under bucketed, zero3; worst error 3.1e-13 of 1e-10 allowed (fp64, ...)".
+// A FAIL names the layouts that failed.
 std::string parity_line(const Verdict& verdict);
 // Worst parameters first; beyond the first `rows`, parameters that pass are summarised.
 std::string to_text(const Verdict& verdict, std::size_t rows = 8);
@@ -439,6 +441,9 @@ VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
 // A module; `logits(*module, batch)` returns its logits. All ranks take rank 0's values. One zero3 unit.
 template <typename Module, typename Logits>
 VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
+  static_assert(std::is_invocable_r_v<at::Tensor, const Logits&, Module&, const Batch&>,
+                "verify_model()'s argument 2 takes (Module&, const isograd::Batch&) and returns the logits, "
+                "an at::Tensor [T, V]");
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (auto& item : module->named_parameters()) named.emplace_back(item.key(), item.value());
   VerifyModel model =

@@ -194,6 +194,28 @@ TEST(Present, JsonHasTheAgreedKeysAndNoNaN) {
   EXPECT_FALSE(to_table(verdict).passed);
 }
 
+TEST(Present, TheParityLineNamesTheLayoutsThatItIsAbout) {
+  Verdict verdict;
+  verdict.ranks = 3;
+  const auto line_of = [&](const std::vector<std::pair<std::string, bool>>& layouts) {
+    verdict.layouts.clear();
+    verdict.passed = true;
+    for (const auto& [name, passed] : layouts) {
+      LayoutVerdict& layout = verdict.layouts.emplace_back();
+      layout.name = name, layout.passed = passed;
+      verdict.passed = verdict.passed && passed;
+    }
+    return parity_line(verdict);
+  };
+  EXPECT_EQ(line_of({{"bucketed", true}, {"zero3", true}}),
+            "parity PASS: 3 ranks = 1 device under bucketed, zero3");
+  EXPECT_EQ(line_of({{"bucketed", true}, {"zero2", false}, {"zero3", false}}),
+            "parity FAIL: 3 ranks != 1 device under zero2, zero3 (of 3 layouts)");
+  EXPECT_EQ(line_of(std::vector<std::pair<std::string, bool>>(9, {"zero1", true})),
+            "parity PASS: 3 ranks = 1 device under 9 layouts");
+  EXPECT_EQ(line_of({}), "parity PASS: 3 ranks = 1 device");
+}
+
 at::Tensor drawn(std::vector<std::int64_t> shape, std::uint64_t seed) {
   return at::randn(shape, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
 }

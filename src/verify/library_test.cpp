@@ -228,7 +228,7 @@ TEST(Library, AWrongLoopIsFoundAndTheMatcherSaysWhat) {
   EXPECT_THAT(verdict, Not(EqualsSingleDevice()));
   ::testing::StringMatchResultListener said;
   EXPECT_FALSE(::testing::ExplainMatchResult(EqualsSingleDevice(), verdict, &said));
-  EXPECT_THAT(said.str(), HasSubstr("parity FAIL: 3 ranks != 1 device"));
+  EXPECT_THAT(said.str(), HasSubstr("parity FAIL: 3 ranks != 1 device under bucketed; "));
   EXPECT_THAT(said.str(), HasSubstr("<scale>"));
   EXPECT_THAT(::testing::PrintToString(verdict), HasSubstr("parity FAIL"));
 }

@@ -511,11 +511,28 @@ std::string updates_of(const Trajectory& trajectory) {
                      trajectory.optimizer);
 }
 
+namespace {
+
+// Those that a verdict is about; beyond eight, to_text() lists them.
+std::string layouts_of(const Verdict& verdict) {
+  std::vector<std::string> names;
+  for (const auto& layout : verdict.layouts)
+    if (layout.passed == verdict.passed && !layout.name.empty()) names.push_back(layout.name);
+  if (names.empty()) return {};
+  std::string text = names.size() > 8 ? fmt::format(" under {} layouts", names.size())
+                                      : fmt::format(" under {}", fmt::join(names, ", "));
+  if (names.size() < verdict.layouts.size()) text += fmt::format(" (of {} layouts)", verdict.layouts.size());
+  return text;
+}
+
+}  // namespace
+
 Wording verify_wording(const Verdict& verdict) {
   Wording wording{.left = fmt::format("{} rank{}", verdict.ranks, verdict.ranks == 1 ? "" : "s"),
                   .right = "1 device",
                   .reference = "one process, fp64",
-                  .subject = {}};
+                  .subject = {},
+                  .layouts = layouts_of(verdict)};
   if (!verdict.layouts.empty()) {
     const auto& parameters = verdict.layouts[0].parameters;
     const auto zero = std::count_if(parameters.begin(), parameters.end(),
@@ -552,11 +569,11 @@ Wording compare_wording(const DumpComparison& comparison, const DumpNames& names
 std::string parity_line(const Verdict& verdict, const Wording& wording) {
   const LayoutVerdict* layout = worst_layout(verdict);
   const bool open = wording.findings.size() == 1 && wording.findings[0].id == finding_id::unresolved;
-  std::string line = fmt::format("parity {}: {} {} {}", verdict.passed ? "PASS" : "FAIL", wording.left,
+  std::string line = fmt::format("parity {}: {} {} {}{}", verdict.passed ? "PASS" : "FAIL", wording.left,
                                  verdict.passed ? "="
                                  : open         ? "not shown to be"
                                                 : "!=",
-                                 wording.right);
+                                 wording.right, wording.layouts);
   std::string joint = "; worst error";
   if (layout && claimed(layout->e1) && !layout->e1.worst.empty()) {
     line += fmt::format("{} {} of {:g} allowed (fp64, {})", joint, scientific(layout->e1.error),

@@ -16,6 +16,7 @@ struct Wording {
   std::string command{};                         // that makes the verdict again
   std::string configuration{};                   // TOML
   std::map<std::string, std::string> changes{};  // by finding: a line that says what to change, with code
+  std::string layouts{};  // behind `right`: " under bucketed, zero2"; of a verdict that fails the failed ones
 };
 Wording verify_wording(const Verdict& verdict);
 // `alone`: the dump of that option, if given. mean: what the loss is divided by, as isograd.watch has it.
