@@ -14,7 +14,7 @@ RECORDED = {
     "commands": 33,  # tensor, expert and pipeline of `bench` are three rows of its table, which were one call; export; serve, its status and key, and `bench serve`; calibrate, plan; help; report; completions
     "options of commands": 140,  # verify: --server, --api-key-file, --base, --adapters; export: checkpoint, directory, --merge; serve: its bases, state, address, keys and limits; bench serve: --threads, --skyrl; serve: --ranks, --set; calibrate: --ranks, --output; plan: its model, cluster and work, what it writes, --try, --validate; every verb: --quiet, --verbose, --color; help: its verb; report: runs, --html; config: --schema; completions: its shell; help: --man; data pack: --train-on-all, --drop-doubled-mark
     "public headers": 27,  # lora.hpp, sampler.hpp, planner.hpp
-    "public functions and types": 453,  # a user's own module: ModuleRef and its refusal, one_term, evaluate, LoaderSampler, write_weights, read_weights, load_checkpoint; adapters, the sampler, losses of log-probabilities, AdamW's options; the planner's plain data and functions
+    "public functions and types": 454,  # BatchInputs, whose missing element is named; a user's own module: ModuleRef and its refusal, one_term, evaluate, LoaderSampler, write_weights, read_weights, load_checkpoint; adapters, the sampler, losses of log-probabilities, AdamW's options; the planner's plain data and functions
     "public names in Python": 21,  # Term, of a loss with several; all_gather_rows, which no version of torch deprecates
 }
 

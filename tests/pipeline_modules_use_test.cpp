@@ -3,6 +3,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/dropout.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "isograd/checkpoint.hpp"
@@ -128,6 +129,58 @@ TEST(PipelineModulesCheckpoint, GoesOnWithAnotherNumberOfStages) {
     fs::remove_all(root);
     saved.clear();
   }
+}
+
+// The files have the parameters of the whole list, for any number of stages and for one process.
+TEST(PipelineModulesWeights, AreReadOnAnotherNumberOfStages) {
+  namespace fs = std::filesystem;
+  const fs::path folder = fs::temp_directory_path() / fmt::format("isograd-stage-weights-{}", ::getpid());
+  const auto on_stages = [&](int pp, Kind kind, std::uint64_t seed, const auto& use) {
+    run_ranks(
+        pp,
+        [&](World& world) {
+          const Mesh mesh(world, Grid({{"pp", pp}}));
+          PipelineModel model(list_of(kind), {.seed = seed, .dtype = at::kDouble});
+          const Layout placed = model.split(mesh);
+          use(model, mesh, placed);
+        },
+        kPatience);
+  };
+  for (const Kind kind : {Kind::kMixed, Kind::kTied, Kind::kFrozenStage}) {
+    fs::remove_all(folder);
+    PipelineModel wanted(list_of(kind), {.seed = 5, .dtype = at::kDouble});
+    wanted.make_all();
+    const std::map<std::string, at::Tensor> values(wanted.named().begin(), wanted.named().end());
+    const auto expect_values = [&](const PipelineModel& model) {
+      for (const auto& [name, tensor] : model.named()) EXPECT_TRUE(at::equal(tensor, values.at(name))) << name;
+    };
+    on_stages(3, kind, 5, [&](PipelineModel& model, const Mesh& mesh, const Layout& placed) {
+      write_weights(folder, model, *bucketed(model.parameters(), mesh), placed);
+    });
+    PipelineModel whole(list_of(kind), {.seed = 9, .dtype = at::kDouble});
+    whole.make_all();
+    EXPECT_TRUE(std::ranges::any_of(whole.named(), [&](const auto& one) {
+      return !at::equal(one.second, values.at(one.first));
+    })) << "nothing is read yet";
+    read_weights(folder, whole.modules());
+    expect_values(whole);
+    on_stages(2, kind, 9, [&](PipelineModel& model, const Mesh&, const Layout& placed) {
+      read_weights(folder, model, placed);
+      expect_values(model);
+    });
+  }
+  on_stages(2, Kind::kMixed, 9, [&](PipelineModel& model, const Mesh& mesh, const Layout& placed) {
+    EXPECT_THAT(error_of([&] { read_weights(folder, model, placed); }),
+                AllOf(HasSubstr("no such tensor"), HasSubstr("Make the module as it was")));
+    auto list = list_of(Kind::kTied);
+    list.push_back(pipeline_module<Counting>().called("counting"));
+    PipelineModel counts(std::move(list), {.dtype = at::kDouble});
+    const Layout parts = counts.split(mesh);
+    EXPECT_THAT(error_of([&] { write_weights(folder, counts, *bucketed(counts.parameters(), mesh), parts); }),
+                AllOf(HasSubstr("counting.count"), HasSubstr("model.modules())")))
+        << "on every rank, of which one has the buffer";
+  });
+  fs::remove_all(folder);
 }
 
 // ---- what is refused ----

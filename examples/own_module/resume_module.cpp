@@ -54,7 +54,7 @@ double train(isograd::World& world, const fs::path& root, std::int64_t last) {
     if (i % 10 == 9) isograd::save_checkpoint({.root = root}, i + 1, model, *layout, *adamw);
   }
   isograd::write_weights(root / "weights", model, *layout);
-  return isograd::evaluate(isograd::one_term(loss_sum), mean, *layout, {make_batch(1000, world.rank)}).loss;
+  return isograd::evaluate(loss_sum, mean, *layout, {make_batch(1000, world.rank)}).loss;
 }
 
 int main() {

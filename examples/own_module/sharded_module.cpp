@@ -44,7 +44,7 @@ double train(isograd::World& world, int ranks) {
   const auto module = std::make_shared<Model>();
   isograd::prepare_module(*module, world.group);  // one model on all ranks, nothing in it that breaks the law
   isograd::Sharded<Model> model(module);
-  auto layout = isograd::fully_shard(model, {model->blocks.begin(), model->blocks.end()}, world.group);
+  auto layout = isograd::fully_shard(model, model->blocks, world.group);
   auto adamw = isograd::adamw({.learning_rate = 0.05});
   // Targets of all ranks, by which each share is divided; isograd::Step would count and divide for us.
   double global = 0;

@@ -5,8 +5,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace isograd {
@@ -33,6 +35,21 @@ struct ContextCut {
   std::int64_t tokens_of(int of_rank) const;
 };
 
+// The tensors of samples. inputs[i] that is not there is a ConfigError: a padding batch has none.
+class BatchInputs : public std::vector<at::Tensor> {
+ public:
+  using std::vector<at::Tensor>::vector;
+  BatchInputs() = default;
+  BatchInputs(std::vector<at::Tensor> tensors)  // NOLINT: the same thing
+      : std::vector<at::Tensor>(std::move(tensors)) {}
+
+  at::Tensor& operator[](std::size_t i) { return data()[present(i)]; }
+  const at::Tensor& operator[](std::size_t i) const { return data()[present(i)]; }
+
+ private:
+  std::size_t present(std::size_t i) const;
+};
+
 // Fragment f is positions cu_seqlens[f] .. cu_seqlens[f+1] - 1; attention never crosses it. F may be 0.
 struct Batch {
   at::Tensor tokens;                         // [T_local] int64
@@ -46,7 +63,7 @@ struct Batch {
   // Normalizer::prepare() replaces them for some means.
   at::Tensor weights;
   // Samples that are no token sequences (docs/own_data.md): each [F, ...]. None in a padding batch.
-  std::vector<at::Tensor> inputs;
+  BatchInputs inputs;
   // Not null: one context rank's part. Fragment f is piece f of cut->own(); its positions start where that
   // begins.
   std::shared_ptr<const ContextCut> cut;

@@ -3,6 +3,7 @@
 
 #include "isograd/error.hpp"
 
+#include <concepts>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -18,6 +19,8 @@
 #include "isograd/parameters.hpp"
 
 namespace isograd {
+
+class PipelineModel;
 
 // The state of a run, apart from its tensors, on any number of ranks. save_checkpoint() takes `updates` and
 // `missed_updates` from the optimizer, and fills in `optimizer`, `dtype` and `bucket_order` where they are
@@ -115,6 +118,19 @@ void read_weights(const std::filesystem::path& directory, const ModuleRef& modul
 // Collective: into a module under a layout, on any number of ranks, and into its masters and shards.
 void read_weights(const std::filesystem::path& directory, const ModuleRef& module, DataParallel& layout,
                   const Layout* placed = nullptr);
+
+// The parameters of a model in stages; `placed`: what split() returned. ConfigError: it has buffers, which are
+// outside layouts. Writing is collective. Each rank reads its own stages' between split() and the layout; one
+// process reads all after make_all(), by read_weights(directory, model.modules()).
+void write_weights(const std::filesystem::path& directory, const PipelineModel& model, DataParallel& layout,
+                   const Layout& placed, std::int64_t file_bytes = kHfFileBytes);
+void read_weights(const std::filesystem::path& directory, const PipelineModel& model, const Layout& placed);
+template <std::same_as<PipelineModel> Model, typename... Others>
+void write_weights(const std::filesystem::path&, const Model&, const Others&...) {
+  static_assert(misused<Model>,
+                "the weights of a PipelineModel are written by write_weights(directory, model, *layout, "
+                "placed), where placed is what model.split() returned");
+}
 
 // Collective. Saves module, optimizer and number of steps as `options.root`/step-00000100, as the function
 // above does.

@@ -5,6 +5,7 @@
 
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -148,6 +149,18 @@ class DataParallel : public HeldValues, public ReplayedBackward {
 // Bucketed and overlapped: gradients are views of buckets; one is reduced when its last gradient arrives.
 std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, const Mesh& mesh,
                                        DataParallelOptions options = {});
+
+// Only for its messages: which argument is none of the above.
+template <typename Parameters, typename Ranks>
+requires(!std::convertible_to<Parameters, TrainableParameters> || !std::convertible_to<Ranks, Mesh>)
+    std::unique_ptr<DataParallel> bucketed(Parameters&&, Ranks&&, DataParallelOptions = {}) {
+  static_assert(std::convertible_to<Parameters, TrainableParameters>,
+                "bucketed()'s argument 1, the parameters, is isograd::trainable_parameters(model): names and "
+                "tensors, where model->parameters() has no names");
+  static_assert(std::convertible_to<Ranks, Mesh>,
+                "bucketed()'s argument 2, the ranks, is an isograd::Group or isograd::Mesh: world.group");
+  return nullptr;
+}
 
 // Naive twin: one all-reduce per parameter after backward. The others are tested against it. Stage 0 only.
 std::unique_ptr<DataParallel> naive(TrainableParameters parameters, const Mesh& mesh,

@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -26,8 +27,6 @@ class UnitHandle;
 
 namespace sharded_call {
 
-template <typename T>
-inline constexpr bool never = false;
 // The types of a block or model before it is wrapped: a torch::nn module, a pointer to one, or its holder.
 template <typename T>
 concept BareModule = !std::is_base_of_v<UnitHandle, T> &&
@@ -46,7 +45,7 @@ class UnitHandle {
   explicit UnitHandle(std::function<std::vector<at::Tensor>()> parameters);
   template <sharded_call::BareModule T>
   UnitHandle(const T&) {  // NOLINT: only for the message below
-    static_assert(sharded_call::never<T>,
+    static_assert(misused<T>,
                   "fully_shard() takes blocks as isograd::Sharded<Block>: keep the shared_ptr in one, "
                   "isograd::Sharded<Block> block(register_module(...)), and call block(x)");
   }
@@ -138,15 +137,29 @@ void put_tensors(T& value, const std::vector<at::Tensor>& in) {
 // copied.
 template <typename Module>
 class Sharded : public UnitHandle {
+  static_assert(!ModuleHolder<Module>,
+                "isograd::Sharded<> takes the class of the module, not the holder of its TORCH_MODULE: "
+                "isograd::Sharded<BlockImpl>, which a Block converts to");
+
  public:
-  Sharded(std::shared_ptr<Module> module)  // NOLINT: stands for the module
-      : UnitHandle([module] { return module->parameters(); }), module_(std::move(module)) {}
+  Sharded(std::shared_ptr<Module> module,  // NOLINT: stands for the module
+          const std::source_location& call = std::source_location::current())
+      : UnitHandle([module, call] { return checked(module, call)->parameters(); }),
+        module_(std::move(module)),
+        call_(call) {}
   Sharded(torch::nn::ModuleHolder<Module> holder,  // NOLINT
           const std::source_location& call = std::source_location::current())
-      : Sharded(holder.is_empty() ? (refuse_empty_module(call), nullptr) : holder.ptr()) {}
+      : Sharded(holder.is_empty() ? (refuse_empty_module(call), nullptr) : holder.ptr(), call) {}
+  template <std::derived_from<torch::nn::Module> Value>
+  Sharded(const Value&) : UnitHandle(std::function<std::vector<at::Tensor>()>()) {  // NOLINT: only for its message
+    static_assert(misused<Value>,
+                  "isograd::Sharded takes a std::shared_ptr to the module, or its holder, not the module "
+                  "itself: isograd::Sharded block(register_module(name, "
+                  "std::make_shared<Block>()))");
+  }
 
-  Module* operator->() const { return module_.get(); }
-  Module& operator*() const { return *module_; }
+  Module* operator->() const { return checked(module_, call_); }
+  Module& operator*() const { return *checked(module_, call_); }
   const std::shared_ptr<Module>& ptr() const { return module_; }
 
   template <typename... Arguments>
@@ -157,7 +170,7 @@ class Sharded : public UnitHandle {
     using Result = std::decay_t<decltype(module_->forward(std::forward<Arguments>(arguments)...))>;
     static_assert(sharded_call::holds_tensors<Result>(),
                   "forward of a sharded module returns tensors, alone or in vector, optional, tuple or pair");
-    if (plain()) return Result(module_->forward(std::forward<Arguments>(arguments)...));
+    if (plain()) return Result((**this).forward(std::forward<Arguments>(arguments)...));
     std::tuple<std::decay_t<Arguments>...> values(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor> inputs;
     sharded_call::take_tensors(values, inputs);
@@ -176,11 +189,18 @@ class Sharded : public UnitHandle {
   }
 
  private:
+  static Module* checked(const std::shared_ptr<Module>& module, const std::source_location& call) {
+    return module ? module.get() : (refuse_empty_module(call), nullptr);
+  }
+
   std::shared_ptr<Module> module_;
+  std::source_location call_;
 };
 
 template <typename Module>
 Sharded(std::shared_ptr<Module>) -> Sharded<Module>;
+template <std::derived_from<torch::nn::Module> Module>
+Sharded(const Module&) -> Sharded<Module>;  // for the message above
 
 // A model as units: the whole model, and its blocks in the order in which its forward calls them.
 struct ModelUnits {
@@ -262,7 +282,7 @@ std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root,
                                           const std::vector<UnitHandle>& blocks, const Mesh& mesh,
                                           FullyShardOptions options = {});
 
-// auto layout = fully_shard(model, {model->blocks.begin(), model->blocks.end()}, world.group);
+// auto layout = fully_shard(model, model->blocks, world.group);
 template <typename Module>
 std::unique_ptr<FullySharded> fully_shard(const Sharded<Module>& root, const std::vector<UnitHandle>& blocks,
                                           const Mesh& mesh, FullyShardOptions options = {}) {
@@ -272,13 +292,26 @@ std::unique_ptr<FullySharded> fully_shard(const Sharded<Module>& root, const std
   return fully_shard(root, named, blocks, mesh, std::move(options));
 }
 
+template <typename Module, typename Block>
+std::unique_ptr<FullySharded> fully_shard(const Sharded<Module>& root,
+                                          const std::vector<Sharded<Block>>& blocks, const Mesh& mesh,
+                                          FullyShardOptions options = {}) {
+  return fully_shard(root, std::vector<UnitHandle>(blocks.begin(), blocks.end()), mesh, std::move(options));
+}
+
+// Only for its message. UnitHandle has the one for blocks.
 template <sharded_call::BareModule Root>
 std::unique_ptr<FullySharded> fully_shard(const Root&, const std::vector<UnitHandle>&, const Mesh&,
                                           FullyShardOptions = {}) {
-  static_assert(sharded_call::never<Root>,
+  static_assert(misused<Root>,
                 "fully_shard() takes the model as isograd::Sharded<Model>: isograd::Sharded<Model> "
                 "model(std::make_shared<Model>(...)), and call model(x)");
   return nullptr;
+}
+template <sharded_call::BareModule Root, typename Block>
+std::unique_ptr<FullySharded> fully_shard(const Root& root, const std::vector<Block>& blocks,
+                                          const Mesh& mesh, FullyShardOptions options = {}) {
+  return fully_shard(root, std::vector<UnitHandle>(blocks.begin(), blocks.end()), mesh, std::move(options));
 }
 
 }  // namespace isograd

@@ -3,6 +3,7 @@
 
 #include "isograd/error.hpp"
 
+#include <concepts>
 #include <functional>
 #include <map>
 #include <memory>
@@ -55,6 +56,13 @@ class AdamW : public Optimizer {
   virtual void set_options(const AdamWOptions& options) = 0;  // ConfigError: as adamw()
 };
 std::unique_ptr<AdamW> adamw(const AdamWOptions& options);
+template <typename Options>
+requires(!std::convertible_to<Options, AdamWOptions>) std::unique_ptr<AdamW> adamw(const Options&) {
+  static_assert(misused<Options>,
+                "adamw() takes isograd::AdamWOptions, as in adamw({.learning_rate = 1e-3}), and no "
+                "parameters: each update gets them from the layout");
+  return nullptr;
+}
 
 struct SgdOptions {
   double learning_rate = 0.1;

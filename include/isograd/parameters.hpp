@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <source_location>
@@ -152,6 +153,15 @@ Layout::Named whole_placements(const std::vector<std::pair<std::string, at::Tens
 
 [[noreturn]] void refuse_empty_module(const std::source_location& call);
 
+// For overloads that exist only for the compiler's message: they refuse every type.
+template <typename...>
+inline constexpr bool misused = false;
+
+template <typename T>
+concept ModuleHolder = requires {  // what TORCH_MODULE(Name) makes of NameImpl
+  typename T::ContainedType;
+};
+
 // A module as an argument: the module itself, a std::shared_ptr to it, the holder of its TORCH_MODULE, or a
 // Sharded. ConfigError with the call's file and line: an empty pointer or holder.
 class ModuleRef {
@@ -205,6 +215,13 @@ struct TrainableParameters : std::vector<NamedParameter> {
 
 // In registration order: frozen ones separately, tied ones once (first name). decays = dim() >= 2.
 TrainableParameters trainable_parameters(const std::vector<std::pair<std::string, at::Tensor>>& named);
+template <std::same_as<std::vector<at::Tensor>> Tensors>
+TrainableParameters trainable_parameters(const Tensors& /*parameters*/) {
+  static_assert(misused<Tensors>,
+                "trainable_parameters() takes the module, not module->parameters(), which has no names: "
+                "trainable_parameters(model)");
+  return {};
+}
 
 // Sets each parameter's axes from its placement (default: a copy on every rank). ConfigError: what
 // check_placement() refuses, a tensor that is not of the local shape, a placement without parameter, a

@@ -259,11 +259,6 @@ struct PipelineModule {
   }
 };
 
-template <typename Module>
-concept ModuleHolder = requires {
-  typename Module::ContainedType;
-};
-
 // pipeline_module<Block>(8, 16) makes a Block(8, 16) on ranks that need it; tensors among them are `given`.
 template <typename Module, typename... Arguments>
 PipelineModule pipeline_module(Arguments... arguments) {

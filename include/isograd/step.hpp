@@ -104,6 +104,12 @@ inline constexpr bool is_kept = std::is_lvalue_reference_v<T>&& std::is_converti
 template <typename Forward, typename Layout, typename Mean, typename Optimizes>
 inline constexpr bool fit = is_forward<Forward>&& is_kept<Layout, DataParallel>&& is_kept<Mean, Normalizer>&&
     is_kept<Optimizes, Optimizer>;
+// Arguments of a call that begin with micro-batches.
+template <typename...>
+inline constexpr bool are_batches = false;
+template <typename First, typename... Rest>
+inline constexpr bool are_batches<First, Rest...> =
+    std::convertible_to<First, MicroBatches> || std::same_as<First, Batch>;
 
 }  // namespace step_arguments
 
@@ -154,6 +160,13 @@ class Step {
   StepReport operator()(const One& batch, bool stop_requested = false) {
     return (*this)(MicroBatches{batch}, stop_requested);
   }
+  template <typename... Arguments>
+  requires(!step_arguments::are_batches<Arguments...>) StepReport operator()(const Arguments&...) {
+    static_assert(misused<Arguments...>,
+                  "a Step is called with this rank's micro-batches: one isograd::Batch, a std::vector of "
+                  "them, or {} for none. batch_of_samples() makes a Batch of tensors");
+    return {};
+  }
 
  private:
   explicit Step(std::nullptr_t);  // declared only
@@ -181,5 +194,9 @@ struct Evaluation {
 // step that is under way is left alone. Buffers change if the module is in training mode. Collective.
 Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
                     MicroBatches micro_batches);
+inline Evaluation evaluate(ForwardSum forward, Normalizer& mean, DataParallel& layout,
+                           MicroBatches micro_batches) {
+  return evaluate(one_term(std::move(forward)), mean, layout, std::move(micro_batches));
+}
 
 }  // namespace isograd

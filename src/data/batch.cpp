@@ -53,6 +53,16 @@ Batch to_device(const Batch& batch, at::Device device) {
   return moved;
 }
 
+std::size_t BatchInputs::present(std::size_t i) const {
+  if (i >= size())
+    refuse(fmt::format("inputs[{}] of a batch", i), empty() ? "no inputs" : fmt::format("{} of them", size()),
+           "as many as the forward reads",
+           empty() ? "Under ZeRO-2 and ZeRO-3 step({}) runs the forward on a batch without inputs: take an "
+                     "empty tensor where batch.inputs.empty() (docs/own_data.md, Empty batches)"
+                   : "Give them to batch_of_samples()");
+  return i;
+}
+
 Batch empty_batch() {
   Batch batch;
   batch.tokens = at::empty({0}, at::kLong);

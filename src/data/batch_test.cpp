@@ -41,6 +41,13 @@ TEST(BatchOfSamples, CountsSeveralTargetsForEach) {
   EXPECT_EQ(none.num_fragments(), 0);
 }
 
+TEST(BatchOfSamples, NamesAnInputThatIsNotThere) {
+  const Batch one = batch_of_samples({at::ones({2, 3})}, at::zeros({2}, at::kLong), {5, 6});
+  EXPECT_EQ(one.inputs[0].size(1), 3);
+  for (const auto& [batch, said] : {std::pair(empty_batch(), "batch.inputs.empty()"), {one, "found 1 of them"}})
+    EXPECT_THAT(error_testing::error_of([&, &of = batch] { (void)of.inputs[1]; }), HasSubstr(said));
+}
+
 TEST(BatchOfSamples, NamesWhatDoesNotFit) {
   const auto error_of = [](const std::vector<at::Tensor>& inputs, const at::Tensor& targets) {
     return error_testing::error_of([&] { batch_of_samples(inputs, targets, {1, 2}); });

@@ -14,6 +14,7 @@
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
+#include "isograd/pipeline_parallel.hpp"
 #include "layout/flat.hpp"
 #include "model/parameters.hpp"
 #include "model/safetensors.hpp"
@@ -97,8 +98,27 @@ std::vector<OwnTensor> tensors_of(const torch::nn::Module& module, DataParallel&
   return all;
 }
 
+// The parameters of a model in stages, undefined where another rank has them. ConfigError: it has buffers.
+std::vector<OwnTensor> tensors_of(const PipelineModel& model, const Layout& placed) {
+  for (const auto& item : model.modules().named_buffers())
+    if (item.value().defined())
+      refuse(fmt::format("buffer '{}' of a PipelineModel", item.key()), "a buffer, which its stage alone has",
+             "a model without buffers",
+             "On one rank of each stage call write_weights(\"stage-0\", model.modules()), a folder for each");
+  const std::map<std::string, at::Tensor> held(model.named().begin(), model.named().end());
+  std::vector<OwnTensor> all;
+  for (const PlacedParameter& parameter : placed.parameters()) {
+    const auto found = held.find(parameter.name);
+    all.push_back({.names = {parameter.name},
+                   .tensor = found == held.end() ? at::Tensor() : found->second,
+                   .in_layout = parameter.name,
+                   .whole_shape = parameter.placement.whole_shape});
+  }
+  return all;
+}
+
 // ConfigError for values that cannot be read or written where they are.
-void check_memory(const std::string& where, const OwnTensor& own, const std::string& call) {
+void check_memory(const std::string& where, const OwnTensor& own, const std::string& action) {
   std::string found;
   try {
     if (own.tensor.is_meta())
@@ -109,8 +129,7 @@ void check_memory(const std::string& where, const OwnTensor& own, const std::str
     found = "a parameter of which this rank keeps a shard";
   }
   if (!found.empty())
-    refuse(fmt::format("{}: '{}'", where, own.name()), found, "a whole tensor",
-           fmt::format("Call {}(directory, module, *layout) on every rank", call));
+    refuse(fmt::format("{}: '{}'", where, own.name()), found, "a whole tensor", action);
 }
 
 // ---- writing ----
@@ -172,6 +191,7 @@ class WriteLock {
 };
 
 void write_files(const fs::path& directory, const TensorStream& weights, std::int64_t file_bytes) {
+  if (directory.empty()) refuse("write_weights()", "an empty name", "a folder's name", "Name one");
   fs::path target = fs::absolute(directory).lexically_normal();
   if (target.filename().empty()) target = target.parent_path();  // a/b/
   const auto bad = [&](const std::string& found) {
@@ -223,7 +243,8 @@ std::vector<Values> values_for(const fs::path& directory, const std::vector<OwnT
       if (tensor.sizes() != at::IntArrayRef(own.whole_shape))
         bad(file, name, c10::str("shape ", tensor.sizes()),
             c10::str("shape ", at::IntArrayRef(own.whole_shape)), cut_advice);
-      const at::ScalarType type = tensor.scalar_type(), wanted = own.tensor.scalar_type();
+      const at::ScalarType type = tensor.scalar_type(),
+                           wanted = own.tensor.defined() ? own.tensor.scalar_type() : type;
       if (type != wanted && !(c10::isFloatingType(type) && c10::isFloatingType(wanted)))
         bad(file, name, c10::toString(type), c10::toString(wanted));
       if (own.is_parameter && c10::isFloatingType(type)) check_finite(file, name, tensor);
@@ -283,7 +304,8 @@ void read_into(const fs::path& directory, const torch::nn::Module& module, DataP
 
 void write_weights(const fs::path& directory, const ModuleRef& module, std::int64_t file_bytes) {
   const std::vector<OwnTensor> all = tensors_of(*module);
-  for (const OwnTensor& own : all) check_memory("write_weights()", own, "write_weights");
+  for (const OwnTensor& own : all)
+    check_memory("write_weights()", own, "Call write_weights(directory, module, *layout) on every rank");
   write_files(directory, with_others({}, all), file_bytes);
 }
 
@@ -304,7 +326,8 @@ void write_weights(const fs::path& directory, const ModuleRef& module, DataParal
 
 void read_weights(const fs::path& directory, const ModuleRef& module) {
   const std::vector<OwnTensor> all = tensors_of(*module);
-  for (const OwnTensor& own : all) check_memory("read_weights()", own, "read_weights");
+  for (const OwnTensor& own : all)
+    check_memory("read_weights()", own, "Call read_weights(directory, module, *layout) on every rank");
   const fs::path found = published(directory);
   verify_model_files(found);
   const auto values =
@@ -321,6 +344,30 @@ void read_weights(const fs::path& directory, const ModuleRef& module, DataParall
     verify_model_files(found);
   });
   read_into(broadcast_text(all, found), *module, layout, placed);
+}
+
+void write_weights(const fs::path& directory, const PipelineModel& model, DataParallel& layout,
+                   const Layout& placed, std::int64_t file_bytes) {
+  Group all = layout.mesh().all();
+  on_every_rank(all, [&] {
+    (void)tensors_of(model, placed);
+    layout.take_over_writes({});
+  });
+  layout.compare_writes();
+  WholeTensors weights = WholeTensors::parameters(layout, &placed);
+  on_rank_zero_with(all, {&weights}, [&] { write_files(directory, weights.stream(), file_bytes); });
+}
+
+void read_weights(const fs::path& directory, const PipelineModel& model, const Layout& placed) {
+  const std::vector<OwnTensor> all = tensors_of(model, placed);
+  for (const OwnTensor& own : all)
+    if (own.tensor.defined())
+      check_memory("read_weights()", own, "Read them before the layout is made, between split() and it");
+  const fs::path found = published(directory);
+  verify_model_files(found);
+  const at::NoGradGuard no_grad;
+  for (const auto& [own, source] : values_for(found, all, ""))
+    if (own->tensor.defined()) at::Tensor(own->tensor).copy_(placed.local(own->name(), source));
 }
 
 fs::path save_checkpoint(const SaveOptions& options, std::int64_t step, const ModuleRef& module,

@@ -446,6 +446,7 @@ TEST_F(OwnModule, FoldersThatAreNoWeightsAreRefused) {
   EXPECT_THAT(writes(folder), AllOf(HasSubstr("notes.txt"), HasSubstr("a folder of their own")));
   EXPECT_EQ(read_file(folder / "notes.txt"), "mine");
   EXPECT_THAT(writes(folder / "notes.txt"), HasSubstr("found a file"));
+  EXPECT_THAT(writes(""), HasSubstr("an empty name"));
   fs::remove(folder / "notes.txt"), fs::remove(folder / "checksums.json");
   EXPECT_EQ(reads(folder), "no error") << "files of other programs have no checksums";
   EXPECT_THAT(writes(folder), HasSubstr("weights of another program"));

@@ -193,8 +193,8 @@ void StepWork::compute(std::size_t i, PendingLoss& share) {
   share.captured = false;
   const Batch batch = mean_.prepare(batches_[i], denominator_);
   share.terms = forward_(batch);
+  share.value = mean_.scale(share.terms, denominator_);  // refuses terms that are no scalars
   if (at::GradMode::is_enabled()) local_means_.look(share.terms, batch, mean_);
-  share.value = mean_.scale(share.terms, denominator_);
 }
 
 bool StepWork::is_differentiable(const at::Tensor& share, const Batch& batch) {

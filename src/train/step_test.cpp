@@ -467,6 +467,12 @@ TEST(Step, SaysThatNothingIsTrained) {
     }
 }
 
+TEST(Step, SaysThatALossIsUndefined) {
+  Rank rank(Group::solo(), {.forward = [](const toy::Model&, const Batch&) { return LossTerms{{"ce", {}}}; }});
+  EXPECT_THAT(error_of([&] { rank.step({toy::make_batch({6}, 1)}); }),
+              HasSubstr("'ce': found an undefined tensor; expected a scalar"));
+}
+
 TEST(Step, FinishNeedsAccumulate) {
   Rank rank(Group::solo(), {});
   EXPECT_THROW(rank.step.finish(), ConfigError);

@@ -26,7 +26,8 @@ struct Strategy {
     options.stage = stage;
     options.share_parameters = share;
     options.reduce_once = once;
-    return (is_naive ? naive : bucketed)(std::move(parameters), mesh, options);
+    return is_naive ? naive(std::move(parameters), mesh, options)
+                    : bucketed(std::move(parameters), mesh, options);
   }
 };
 
