@@ -50,6 +50,13 @@ def without_model(config):
     return write_run(config.parent / "loads.toml", {table: keys for table, keys in TABLES.items() if table != "model"})
 
 
+def odd_files(folder):
+    """Files that are no configuration."""
+    (folder / "run.yaml").write_text("model:\n  hidden: 3\n")
+    (folder / "run.json").write_text('{"model": {"hidden": 3}}')
+    (folder / "utf16.toml").write_bytes("[model]\n".encode("utf-16"))
+
+
 # A row: the words after `isograd` of a call that is refused, and parts of the message. Files: {config}, {folder}, {loads}.
 REFUSED = [
     ("", "--help"), ("trian run.toml", "Did you mean train?"), ("train run.toml --rank 2", "Did you mean --ranks?"),
@@ -97,16 +104,42 @@ REFUSED = [
     ("train {config} --ranks two", '--ranks: found "two"; expected a whole number, 1 to 4096'),
     ("sample {folder} --temperature -1", '--temperature: found "-1"; expected a number, at least 0'),
     ("schedule --stages 5000", 'found "5000"; expected a whole number, at most 4096'),
+    # Files and folders of another kind, and what a shell or an editor makes of a name.
+    ("train {folder}/run.yaml", "found a YAML file; expected TOML", "isograd config"), ("train {folder}/run.json", "found a JSON file"),
+    ("train {folder}/utf16.toml", "utf16.toml:1:1: found", "expected TOML"), ("train {folder}/text", "found a folder", "Name a file in it"),
+    ("train {config} --set run.directory={config}/in", "found that the system refuses it", "Choose another folder"),
+    ("train {config} --set model.load={folder}/text", "model.hidden = 16, ", "which have no effect", "Leave these "),
+    ("train {config} --set train.steps=0", "expected an integer, at least 1 (steps)"),
+    ("train {config} --ranks -1", 'found "-1"; expected a whole number, 1 to 4096'),
+    ("train {config} --ranks 99999999999999999999", "at most 4096"), ("train {config} --set run.seed=-1", "--set run.seed=-1", "Change run.seed"),
+    ("train {config} --set schedule.peak=1e400", 'found "1e400"; expected a number, above 0'),
+    ("train {config} --set model.hidden=99999999999999", "more than 16777216"),
+    ("verify {config} --layout fsdp2", "Did you mean zero3?"), ("verify {config} --layout zeroo3:replicas=2", "Did you mean zero3?"),
+    ("verify {config} --report {folder}/text", "a folder; expected the name of a file to write", "Add a file's name"),
+    ("verify {config} --json {config}", "which this command reads", "Name another file"),
+    ("export {folder}/text {folder}/out", "a folder without a model", "Name run.directory of a run"),
+    ("sample {folder}/text", "a folder without a model"), ("sample {config}", "which is no folder", "Name the folder"),
+    ("compare {folder}/text {folder}/text", "a folder without step.json", "docs/dump.md"), ("report {folder}/text", "no config.toml in it"),
+    ("completions powershell", 'found "powershell"; expected one of bash, zsh, fish'), ("help trian", "Did you mean train?"),
+    ("data pack {folder}/text --out {config}", "{config}", "Choose another directory"), ("data show {folder}/text --step -1", "at least 1"),
+    ("launch -n 2 -- {folder}/none", "no program '{folder}/none'", "Check the command"), ("serve --port 99999", "at most 65535"),
+    ("layout {config} --ranks 3 --set parallel.tp=2", "expected a size that divides the ranks", "another number of ranks"),
 ]
 
 
 @pytest.mark.parametrize("line, parts", [(line, parts) for line, *parts in REFUSED], ids=[line for line, *_ in REFUSED])
 def test_what_is_not_understood_is_refused_in_few_words(config, line, parts):
     known = {"config": config, "folder": config.parent, "loads": without_model(config)}
+    odd_files(config.parent)
     said = refused(*line.format(**known).split())
     for part in parts:
         assert part.format(**known) in said, said
     assert said.count("ConfigError") <= 1 and "expected success" not in said and "No such file or directory" not in said
+
+
+def test_a_name_that_the_shell_left_empty_is_refused():
+    for verb in ("train", "verify"):
+        assert "Name " in refused(verb, ""), verb
 
 
 def test_help_of_every_verb_is_there_and_fits_a_terminal():

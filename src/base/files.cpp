@@ -185,6 +185,8 @@ void fsync_all(const fs::path& directory) {
 }
 
 void check_no_input(const std::string& option, const fs::path& output, const std::vector<fs::path>& inputs) {
+  if (std::error_code ignored; fs::is_directory(output, ignored))
+    refuse(option, output.string() + ", a folder", "the name of a file to write", "Add a file's name to it");
   std::error_code error;
   if (output.empty() || !fs::exists(output, error)) return;
   const std::string kind = output.extension().string();
@@ -214,8 +216,9 @@ MappedFile::MappedFile(const fs::path& path) : path_(path) {
   struct stat status {};
   if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
     close(file);
-    refuse("open " + path.string(), "something that is not a regular file", "a regular file",
-           "Check the path");
+    const bool folder = S_ISDIR(status.st_mode);
+    refuse("open " + path.string(), folder ? "a folder" : "something that is not a regular file",
+           "a regular file", folder ? "Name a file in it" : "Check the path");
   }
   size_ = static_cast<std::size_t>(status.st_size);
   void* mapped = size_ > 0 ? mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;

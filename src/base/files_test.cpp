@@ -122,7 +122,7 @@ TEST_F(Files, WhatIsNoRegularFileIsNotReplaced) {
 TEST_F(Files, WhatCannotBeOpenedIsNamed) {
   EXPECT_NE(message([&] { AtomicFile(directory_ / "no" / "a"); }).find("no/a"), std::string::npos);
   EXPECT_NE(message([&] { MappedFile(directory_ / "absent"); }).find("absent"), std::string::npos);
-  EXPECT_NE(message([&] { MappedFile file(directory_); }).find("regular file"), std::string::npos);
+  EXPECT_NE(message([&] { MappedFile file(directory_); }).find("found a folder"), std::string::npos);
   const fs::path pipe = directory_ / "pipe";
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_NE(message([&] { MappedFile file(pipe); }).find("regular file"), std::string::npos);

@@ -39,6 +39,9 @@ void add_run_flags(CLI::App& verb, RunFlags& flags) {
 }
 
 RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_sets) {
+  if (flags.config.empty())
+    refuse("CONFIG", "an empty name", "the TOML file of a run",
+           "Name it; a variable of the shell that is not set is empty");
   std::vector<std::string> sets = std::move(more_sets);
   if (!flags.device.empty()) sets.push_back("parallel.device=" + flags.device);
   if (!flags.backend.empty()) sets.push_back("parallel.backend=" + flags.backend);

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <optional>
@@ -81,7 +83,13 @@ CLI::Option* offers(CLI::Option* option, std::vector<std::string> words);
 // The value is one of these words. `in_help`: which lists them.
 inline CLI::Option* is_one_of(CLI::Option* option, const std::vector<std::string>& words,
                               bool in_help = true) {
-  option->check(in_help ? CLI::IsMember(words) : CLI::IsMember(words).description(""));
+  const std::string any = fmt::format("{}", fmt::join(words, ", "));
+  option->check(CLI::Validator(
+      [=](const std::string& word) {
+        if (std::find(words.begin(), words.end(), word) != words.end()) return std::string();
+        return fmt::format("found \"{}\"; expected one of {}", word, any);
+      },
+      in_help ? fmt::format("{{{}}}", fmt::join(words, ",")) : ""));
   return offers(option, words);
 }
 

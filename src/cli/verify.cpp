@@ -32,7 +32,9 @@ std::string no_such_layout(const std::string& name) {
   try {
     if (name != kAllLayouts && name != kAllMeshes) parse_layout(name);
   } catch (const ConfigError& error) {
-    return fmt::format("{}; expected {}", error.text().found, error.text().expected);
+    const auto& [where, found, expected, action] = error.text();
+    return fmt::format("found \"{}\". {}{} Expected {}", found, action, action.ends_with('?') ? "" : ".",
+                       expected);
   }
   return {};
 }

@@ -288,6 +288,13 @@ std::string allowed_text(const ConfigKey& key) {
   return key.unit.empty() ? text : text + " (" + key.unit + ")";
 }
 
+// "an integer, at least 1": for a sentence.
+std::string with_article(const std::string& text) {
+  if (text.starts_with("integer")) return "an " + text;
+  const bool is_noun = text.starts_with("number") || text.starts_with("text") || text.starts_with("list");
+  return is_noun ? "a " + text : text;
+}
+
 // [loss] must declare one loss. For a contradiction the message explains both readings.
 void check_loss(const RunConfig& config, const std::string& where) {
   const auto& loss = config.loss;
@@ -444,15 +451,22 @@ void check_together(const RunConfig& config, const std::string& where) {
            "ranks on GPUs, which alone NCCL joins",
            "Set parallel.device = \"cuda\", or leave parallel.backend out");
   const std::vector<UnusedKeys> unused = unused_in(config);
-  for (const auto& key : config_keys()) {
-    const ConfigValue value = key.get(config), usual = key.get(RunConfig{});
-    if (value == usual) continue;
-    for (const UnusedKeys& rule : unused)
-      if (key.name.starts_with(rule.prefix) && !contains(rule.exceptions, key.name))
-        refuse(where,
-               fmt::format("{} = {}, which has no effect: {}", key.name, toml_text(value), rule.reason),
-               "only keys that have an effect",
-               fmt::format("Leave {} out (its default is {})", key.name, toml_text(usual)));
+  for (const UnusedKeys& rule : unused) {
+    std::vector<std::string> names, values;
+    for (const auto& key : config_keys()) {
+      const ConfigValue value = key.get(config);
+      if (value == key.get(RunConfig{}) || !key.name.starts_with(rule.prefix) ||
+          contains(rule.exceptions, key.name))
+        continue;
+      names.push_back(key.name);
+      values.push_back(fmt::format("{} = {}", key.name, toml_text(value)));
+    }
+    if (names.empty()) continue;
+    const bool one = names.size() == 1;
+    refuse(where,
+           fmt::format("{}, which {} no effect: {}", fmt::join(values, ", "), one ? "has" : "have", rule.reason),
+           "only keys that have an effect",
+           fmt::format("Leave {} out", one ? names[0] : "these " + std::to_string(names.size())));
   }
 }
 
@@ -594,7 +608,7 @@ bool is_section(std::string_view name) {
   auto near = our_value(text);
   if (!near || !contains(key.allowed.choices, *near)) near = nearest(text, key.allowed.choices);
   const char* several = text == "gloo" ? " (on one host; docs/hosts.md has several)" : "";
-  refuse(where, found, allowed_text(key),
+  refuse(where, found, with_article(allowed_text(key)),
          near ? fmt::format("Did you mean \"{}\"{}? Change {}", *near, several, key.name)
               : fmt::format("Change {}; its default is {}", key.name, toml_text(key.get(RunConfig{}))));
 }
@@ -713,8 +727,15 @@ toml::table parse_toml(std::string_view text, const std::string& file) {
     return toml::parse(text, file);
   } catch (const toml::parse_error& error) {
     const auto at = error.source().begin;
-    refuse(fmt::format("{}:{}:{}", file, at.line, at.column), std::string(error.description()),
-           "TOML (https://toml.io)", "Fix that line");
+    const std::string kind = fs::path(file).extension();
+    if (kind == ".yaml" || kind == ".yml" || kind == ".json")
+      refuse(file, fmt::format("a {} file", kind == ".json" ? "JSON" : "YAML"), "TOML (https://toml.io)",
+             "Write it as [section] and key = value; `isograd config` prints every key so");
+    std::string problem(error.description());
+    if (problem.starts_with("Error ")) problem.erase(0, 6);
+    problem = "an error " + (problem.starts_with("while") ? problem : "in it: " + problem);
+    refuse(fmt::format("{}:{}:{}", file, at.line, at.column), problem, "TOML (https://toml.io)",
+           "Fix that line");
   }
 }
 

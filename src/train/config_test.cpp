@@ -216,11 +216,11 @@ TEST(Config, NamesOfOtherTrainersLeadToOurs) {
 
 TEST(Config, WrongTypesNameWhatWasFoundAndWhatIsAllowed) {
   expect_refused({{"[data]\n\npack_length = \"long\"\n",
-                   {"run.toml:3", "found the text \"long\"", "expected integer, at least 1 (tokens)",
+                   {"run.toml:3", "found the text \"long\"", "expected an integer, at least 1 (tokens)",
                     "Change data.pack_length"}},
                   {"[data]\npack_length = 2.0\n", {"found the number 2.0"}},
                   {"[data]\npack_length = [3]\n", {"found a list that holds the integer 3"}},
-                  {"[data]\ntext = \"a.txt\"\n", {"expected list of texts"}},
+                  {"[data]\ntext = \"a.txt\"\n", {"expected a list of texts"}},
                   {"[data]\ntext = [\"a\", 1]\n", {"found a list that holds the integer 1"}},
                   {"[parallel]\noverlap = 1\n", {"expected true or false"}},
                   {"[train]\nsteps = 1979-05-27\n", {"found a date or time"}},
@@ -261,6 +261,8 @@ TEST(Config, KeysWithoutEffectAreRefused) {
       {{"[optimizer]\nmomentum = 0.9\n", {"optimizer.momentum = 0.9, which has no effect", "not \"sgd\""}},
        {"[optimizer]\nkind = \"sgd\"\nbeta1 = 0.8\n", {"optimizer.beta1"}},
        {"[model]\nload = \"weights\"\nhidden = 64\n", {"model.hidden = 64"}},
+       {"[model]\nload = \"weights\"\nhidden = 64\nlayers = 3\n",
+        {"model.hidden = 64, model.layers = 3, which have no effect", "Leave these 2 out"}},
        {"[model]\nload = \"weights\"\n", {"accepted"}},
        {"[model.rope_scaling]\nfactor = 2\n", {"model.rope_scaling.factor"}},
        {"[data]\nend_of_text = 3\n", {"data.end_of_text"}},
@@ -310,10 +312,10 @@ TEST(Config, BadOverridesNameTheFlag) {
       {"train.stepz=5", {"--set train.stepz=5", "Did you mean \"train.steps\"?"}},
       {"train.steps", {"expected section.key=value"}},
       {"train.steps=many", {"--set train.steps=many", "found \"many\"", "integer"}},
-      {"train.steps=", {"expected integer"}},
-      {"train.steps=0", {"expected integer, at least 1 (steps)"}},
-      {"train.steps=1\nother = 2", {"expected integer"}},
-      {"data.text=[\"a\"", {"expected list of texts"}},
+      {"train.steps=", {"expected an integer"}},
+      {"train.steps=0", {"expected an integer, at least 1 (steps)"}},
+      {"train.steps=1\nother = 2", {"expected an integer"}},
+      {"data.text=[\"a\"", {"expected a list of texts"}},
       {"sample.prompt=\xff", {"not UTF-8"}}};
   for (const auto& [text, parts] : cases)
     for (const char* part : parts) EXPECT_THAT(refused("", {text}), HasSubstr(part)) << text;

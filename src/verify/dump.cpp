@@ -433,6 +433,11 @@ StepDump read_dump(const fs::path& directory) {
     refuse(directory.string(), fs::exists(directory) ? "no folder" : "no such folder",
            fmt::format("a dump: a folder with {} and {}", kGradients, kStep),
            "Name the folder that the trainer wrote (docs/dump.md)");
+  for (const char* file : {kStep, kGradients})
+    if (!fs::exists(directory / file))
+      refuse(directory.string(), fmt::format("a folder without {}", file),
+             fmt::format("a dump: a folder with {} and {}", kGradients, kStep),
+             "Name the folder that the trainer wrote; docs/dump.md says how one is written");
   StepReader reader(directory / kStep);
   StepDump dump = reader.read();
   dump.gradients = read_gradients(directory / kGradients, reader.order(), &dump.precision);

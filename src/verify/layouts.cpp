@@ -12,7 +12,9 @@
 #include "isograd/context_parallel.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "train/build.hpp"
+#include "train/config_table.hpp"
 #include "train/device.hpp"
+#include "train/other_names.hpp"
 #include "train/rules.hpp"
 #include "verify/present.hpp"
 
@@ -20,10 +22,13 @@ namespace isograd {
 namespace {
 
 [[noreturn]] void refuse_layout(const std::string& text) {
+  const std::string name = text.substr(0, text.find(':'));
+  std::optional<std::string> near = our_value(name);
+  if (!near || !contains(strategy_names(), *near)) near = nearest(name, strategy_names());
   refuse("--layout", text,
          fmt::format("{}, or {} or {}; behind a name :replicas=N and :share=on or :share=off",
                      fmt::join(strategy_names(), ", "), kAllMeshes, kAllLayouts),
-         "Choose one of them");
+         near && *near != name ? fmt::format("Did you mean {}?", *near) : "Choose one of them");
 }
 
 using One = MeshesTried::One;
