@@ -20,20 +20,45 @@ SETTINGS = {
     "site_name": "isograd",
     "site_description": "Distributed training that computes the same gradient as one device",
     "theme": {"name": "material", "font": False, "features": ["navigation.sections", "navigation.indexes", "search.highlight", "content.code.copy"],
-              "palette": [{"media": f"(prefers-color-scheme: {scheme})", "scheme": name, "primary": "indigo",
-                           "toggle": {"icon": icon, "name": f"Change to {other}"}}
-                          for scheme, name, icon, other in (("light", "default", "material/weather-night", "dark"),
-                                                            ("dark", "slate", "material/weather-sunny", "light"))]},
+              "palette": [{"media": f"(prefers-color-scheme{scheme})", "scheme": name, "primary": "indigo",
+                           "toggle": {"icon": f"material/{icon}", "name": f"Change to {other}"}}
+                          for scheme, name, icon, other in (("", "default", "brightness-auto", "light"),  # the system's, whenever it changes
+                                                            (": light", "default", "weather-night", "dark"),
+                                                            (": dark", "slate", "weather-sunny", "the system's"))]},
+    "extra_css": ["site.css"],
     "plugins": ["search", "offline"],
     "markdown_extensions": ["tables", "fenced_code", "pymdownx.highlight", "pymdownx.superfences", "md_in_html", {"toc": {"permalink": True}}],
     "validation": {"nav": {"not_found": "ignore", "omitted_files": "ignore"}, "links": {"unrecognized_links": "ignore", "anchors": "warn"}},
 }
+# Wide tables: less room around cells, a shadow where there is more, and the row's name stays in sight on a telephone.
+SITE_CSS = """
+[data-md-color-scheme=default]{--md-default-fg-color--light:#0009}
+[data-md-color-scheme=slate]{--md-default-fg-color--light:#e2e4e9b0;--md-typeset-a-color:#82a5ea;--md-code-hl-number-color:#f08f8f}
+.md-typeset pre>code{font-size:.75em}
+.md-typeset td code{white-space:normal;overflow-wrap:anywhere}
+.md-typeset table:not([class]){overflow:visible;background:none}
+.md-typeset table:not([class]) :is(th,td){min-width:4.6em;padding:.5em}
+.md-typeset__scrollwrap{background:linear-gradient(90deg,var(--md-default-bg-color) 40%,transparent) 0 0/48px 100% no-repeat local,
+linear-gradient(270deg,var(--md-default-bg-color) 40%,transparent) 100% 0/48px 100% no-repeat local,
+linear-gradient(90deg,#8888,transparent) 0 0/12px 100% no-repeat scroll,
+linear-gradient(270deg,#8888,transparent) 100% 0/12px 100% no-repeat scroll}
+@media screen and (max-width:45em){.md-typeset table:not([class]) :is(th,td):first-child:not(:last-child){position:sticky;left:0;
+min-width:7em;max-width:40vw;background:var(--md-default-bg-color)}}
+@media print{.md-typeset__scrollwrap{background:none}.md-typeset table:not([class]){font-size:7.5pt}.md-typeset table:not([class]) :is(th,td){padding:2px 4px}
+.md-typeset pre>code{white-space:pre-wrap}}
+"""
+API_CSS = """
+@media screen and (prefers-color-scheme:dark){html{background:#fff;filter:invert(.9) hue-rotate(180deg)}}
+.arrow{color:#555}@media (max-width:45em){.memberdecls td:not(.memItemLeft),.memname td,.line{white-space:normal!important;overflow-wrap:anywhere}}
+"""
 DOXYGEN = """
 PROJECT_NAME = isograd
-INPUT = {root}/include/isograd
+INPUT = {root}/include/isograd {work}/api.dox
 STRIP_FROM_PATH = {root}/include
 OUTPUT_DIRECTORY = {folder}
 HTML_OUTPUT = api
+HTML_EXTRA_STYLESHEET = {work}/api.css
+HTML_INDEX_NUM_ENTRIES = 200
 GENERATE_LATEX = NO
 EXTRACT_ALL = YES
 HIDE_UNDOC_RELATIONS = YES
@@ -41,8 +66,7 @@ QUIET = YES
 HAVE_DOT = NO
 WARN_IF_UNDOCUMENTED = NO
 MACRO_EXPANSION = YES
-MARKDOWN_SUPPORT = NO
-INPUT_FILTER = "sed -E 's#^( *)// #\\1/// #; s#([;,{{)] +)// #\\1///< #'"
+FILTER_PATTERNS = *.hpp="sed -E '/^\\/\\/ ----/d; 1s#^// #/// @file\\n/// #; s#^( *)// #\\1/// #; s#([;,{{)] +)// #\\1///< #'"
 """
 
 
@@ -90,6 +114,16 @@ def pages_into(folder):
         (folder / path).write_text(LINK.sub(led, (ROOT / path).read_text()))
 
 
+def api_page():
+    """The first page of the API: each header with the first sentence of its comment."""
+    lines = ["/** @mainpage The API in C++", "<a href=\"../index.html\">The documentation</a> has tutorials and guides. The public headers:"]
+    for header in sorted((ROOT / "include/isograd").glob("*.hpp")):
+        comment = " ".join(line[3:] for line in header.read_text().partition("#pragma once")[0].splitlines())
+        first = re.split(r"\.(?: (?=[A-Z])|$)", comment)[0]
+        lines.append(f'- @ref {header.name} "{header.name}": ' + re.sub(r"([@#\\<>&%*_])", r"\\\1", first) + ".")
+    return "\n".join([*lines, "*/", ""])
+
+
 def main():
     parser = argparse.ArgumentParser(usage="./dev docs [FOLDER]", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", default=ROOT / "build/site", type=pathlib.Path)
@@ -97,6 +131,9 @@ def main():
     work = ROOT / "build/docs"
     shutil.rmtree(work / "pages", ignore_errors=True)
     pages_into(work / "pages")
+    (work / "pages/site.css").write_text(SITE_CSS)
+    (work / "api.css").write_text(API_CSS)
+    (work / "api.dox").write_text(api_page())
     rooms = sorted(path for path in tracked() if path.parts[0] == "src" and path.name == "README.md")
     nav = [{"isograd": "README.md"}, {"The map": "docs/README.md"}]
     nav += [{name: [{title(page): str(page.relative_to(ROOT))} for page in pages]} for name, pages in sections().items()]
@@ -107,7 +144,7 @@ def main():
         sys.exit("docs: mkdocs failed (above)")
     if shutil.which("doxygen") is None:
         sys.exit("docs: found no doxygen; expected it for the API. Install it: apt-get install doxygen")
-    made = subprocess.run(["doxygen", "-"], input=DOXYGEN.format(root=ROOT, folder=folder), text=True)
+    made = subprocess.run(["doxygen", "-"], input=DOXYGEN.format(root=ROOT, folder=folder, work=work), text=True)
     if made.returncode:
         sys.exit("docs: doxygen failed (above)")
     print(f"built {folder}/index.html")
