@@ -255,7 +255,7 @@ std::string drawn_strips(const Chart& chart, const Frame& frame) {
       if (last == series.points.begin() || (last - 1)->x < from) continue;
       const Point& point = *(last - 1);
       values += values.empty() ? fmt::format("{} {:.10g}: ", chart.x_label, point.x) : ", ";
-      values += fmt::format("{} {:.5g}", series.name, point.y);
+      values += fmt::format("{} {}", series.name, short_number(point.y));
     }
     if (!values.empty())
       text += fmt::format(
@@ -349,6 +349,13 @@ double add_legend(std::string& text, const std::vector<std::pair<std::string, st
 }
 
 }  // namespace
+
+std::string short_number(double value) {
+  if (!(std::abs(value) >= 1e4 && std::abs(value) < 1e18)) return fmt::format("{:.5g}", value);
+  std::size_t unit = 0;
+  for (; std::abs(value) >= 1e3; ++unit) value /= 1e3;
+  return fmt::format("{:.4g}{}", value, " kMGTP"[unit]);
+}
 
 std::size_t median_reach(std::size_t points) { return std::clamp<std::size_t>(points / 60, 2, 50); }
 
@@ -512,7 +519,7 @@ std::string svg(const Lanes& lanes) {
           "<rect class=\"part {}\" x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\"><title>{}: {} to {}</title></rect>",
           lanes.colour(span), x, y, wide, kRow - 2, escape_html(span.name), lanes.time_text(span.begin),
           lanes.time_text(span.end));
-      if (wide >= kLetter * static_cast<double>(span.name.size() + 1))
+      if (wide > kLetter * static_cast<double>(span.name.size()))
         body += svg_text("inside", x + wide / 2, y + 15, "middle", escape_html(span.name));
     }
     y += kRow;

@@ -17,10 +17,10 @@ namespace {
 constexpr const char* kChartStyle = R"css(
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c2024;--soft:#60646c;--rule:#e3e4e8;
 --good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;--shade:#0003;
---c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f;--c6:#56b4e9;--c7:#c3c6cc}
+--on-dark:#fff;--on-light:#111;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f;--c6:#56b4e9;--c7:#c3c6cc}
 @media screen and (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
 --good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;--shade:#000b;
---c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0;--c6:#2f7ab0;--c7:#4a4f57}}
+--on-dark:#111;--on-light:#fff;--c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0;--c6:#2f7ab0;--c7:#4a4f57}}
 .tick,.label{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
 .over{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
@@ -28,7 +28,8 @@ constexpr const char* kChartStyle = R"css(
 .line,.raw{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
 .raw{stroke-width:1;opacity:.4}.line,.raw,.grid,.mark,.over{pointer-events:none}
 .strip{fill:transparent}.strip:hover{fill:var(--rule)}.off{fill:currentColor}
-.dot,.part{fill:currentColor;stroke:var(--card)}.lane{fill:var(--rule);opacity:.5}.inside{fill:var(--card);font-size:11px}
+.dot,.part{fill:currentColor;stroke:var(--card)}.lane{fill:var(--rule);opacity:.5}.key.lane{stroke:var(--soft)}
+.inside{fill:var(--on-dark);font-size:11px}.c1+.inside,.c2+.inside,.c4+.inside{fill:#111}.c6+.inside,.c7+.inside{fill:var(--on-light)}
 .cross{stroke:var(--bad);stroke-width:1.5;fill:none}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
 .c6{color:var(--c6)}.c7{color:var(--c7)}
@@ -72,7 +73,7 @@ tr:last-child td{border-bottom:0}
 .number{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 th.number{white-space:normal}.roomy th{white-space:nowrap}
 .long{min-width:160px}.sentences{min-width:440px}
-.whole{max-height:none}.fit{width:fit-content;max-width:100%}.fit table{width:auto}.fit .number{width:auto}.drawing{padding:14px;max-height:none}.natural .label{font-size:12px}.scaled>svg{max-width:620px}
+.whole{max-height:none}.fit{width:fit-content;max-width:100%}.fit table{width:auto}.fit .number{width:auto}.drawing{padding:14px;max-height:none}.natural .label,.natural .tick{font-size:12px}.scaled>svg{max-width:520px}
 .drawing h3{font-size:14.5px;margin:18px 0 6px;font-weight:600}.drawing h3:first-child{margin-top:0}.drawing h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 .frames{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 12px;align-items:center;font-size:12.5px;color:var(--soft)}
 .frames img{display:block;height:88px;width:auto;max-width:100%;object-fit:contain;object-position:left;image-rendering:pixelated;border-radius:4px}
@@ -82,28 +83,34 @@ p.prose{margin:0 0 10px;max-width:76ch}div+p.prose{margin-top:10px}
 .item li{overflow-wrap:anywhere}
 p.summary{margin:0 0 10px;color:var(--soft);overflow-wrap:anywhere}
 pre{margin:0;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px;
-font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
+font-size:13px;line-height:1.55;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
+pre,code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}code{font-size:.92em;overflow-wrap:anywhere}
 summary{cursor:pointer;font-size:17px;font-weight:650;margin:40px 0 10px}
 @media (max-width:560px){main{padding:24px 14px 48px}.tick,.label{font-size:14.5px}figure{padding:12px 10px 6px}
 .charts{margin-top:22px}.frames{grid-template-columns:1fr}.frames img{height:auto;max-height:88px}th,td{padding:6px 9px}}
+@media screen and (max-width:560px){.cards thead,.cards-hint{display:none}.cards table,.cards tbody{display:block}
+.cards tr{display:flex;flex-wrap:wrap;gap:1px 14px;padding:8px 10px;border-bottom:1px solid var(--rule)}.cards tr:last-child{border:0}
+.cards td{padding:0;border:0;width:auto;min-width:0;text-align:left;white-space:normal;overflow-wrap:anywhere}
+.cards td::before{content:attr(data-h)" ";color:var(--soft)}.cards td:empty{display:none}}
 @page{margin:14mm}
 @media print{:root{--page:#fff}body{font-size:12px}main{max-width:none;padding:0}.hint{display:none}
 i,.verdict,.item,.strip{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .wide{max-height:none;overflow:visible;background:none}.natural{width:auto!important}th{position:static}
-table,pre{font-size:10px}th,td{padding:3px 5px}.long,.sentences{min-width:0;overflow-wrap:anywhere}.roomy th{white-space:normal}
+table,pre,.item ul,figcaption{font-size:10px}figure h3{font-size:11.5px}th,td{padding:3px 5px}.long,.sentences{min-width:0;overflow-wrap:anywhere}.roomy th{white-space:normal}
 .charts{grid-template-columns:1fr 1fr}
 details::details-content{content-visibility:visible;display:block;height:auto}
 h2,h3,summary,p.summary{break-after:avoid}figure,.drawing,.item,tr{break-inside:avoid}}
 )css";
 
-// "1.5e-3", "-12", "3.1 %", "12.3k", "NaN", "–": what belongs on the right of its column.
-bool numeric(const std::string& cell) {
+// "1.5e-3", "-12", "3.1 %", "12.3k", "NaN", "–": what belongs on the right of its column. `unit`: characters
+// that may follow the number, with a space before them.
+bool numeric(const std::string& cell, std::size_t unit = 2) {
   if (cell.empty() || cell == "–" || cell == "-" || cell == "NaN" || cell == "nan" || cell == "inf")
     return true;
   std::size_t i = cell[0] == '-' || cell[0] == '+' ? 1 : 0;
   if (i >= cell.size() || !std::isdigit(static_cast<unsigned char>(cell[i]))) return false;
   const std::size_t end = cell.find_first_not_of("0123456789.,eE+-", i);
-  return end == std::string::npos || cell.size() - end <= 2;  // a unit of one letter, or " %"
+  return end == std::string::npos || cell.size() - end <= unit;
 }
 
 bool digit_at(const std::string& text, std::size_t i) {
@@ -121,6 +128,17 @@ std::string with_breaks(const std::string& escaped) {
   return html;
 }
 
+// `code` of escaped text, as in Markdown.
+std::string with_code(std::string html) {
+  for (std::size_t open = 0; (open = html.find('`', open)) != std::string::npos;) {
+    const std::size_t close = html.find('`', open + 1);
+    if (close == std::string::npos) break;
+    html.replace(close, 1, "</code>").replace(open, 1, "<code>");
+    open = close;
+  }
+  return html;
+}
+
 constexpr std::size_t kLongCell = 24;     // characters from which a cell's text may take several lines
 constexpr double kLongWidth = 160;        // pixels that such a column has at least (.long)
 constexpr std::size_t kSentences = 120;   // characters from which a narrow cell among others fills the screen
@@ -129,12 +147,15 @@ constexpr double kPageWidth = 1030;       // pixels of the widest section
 constexpr double kNarrowTable = 600;      // pixels up to which a table is as wide as its content
 constexpr std::size_t kRowsInSight = 15;  // of a table, which scrolls beyond its height
 
+constexpr double kNarrowest = 360;  // pixels of a section on a telephone
+
 // Shown on screens that are narrower than something `width` pixels wide with the page's margins.
-std::string hint(double width, const char* what) {
-  constexpr double kNarrowest = 360, kMargins = 50;
+std::string hint(double width, const char* what, const char* kind = "hint") {
+  constexpr double kMargins = 50;
   if (width <= kNarrowest) return {};
   return fmt::format(
-      "<p class=\"hint\" style=\"max-height:{}\">{} is wider than the screen: scroll it sideways →</p>\n",
+      "<p class=\"{}\" style=\"max-height:{}\">{} is wider than the screen: scroll it sideways →</p>\n",
+      kind,
       width > kPageWidth ? "none" : fmt::format("clamp(0px,({:.0f}px - 100vw)*99,3em)", width + kMargins),
       what);
 }
@@ -160,7 +181,7 @@ std::size_t longest_word(const std::string& text) {
 
 std::string last_value(const Series& series) {
   for (auto point = series.points.rbegin(); point != series.points.rend(); ++point)
-    if (std::isfinite(point->y)) return fmt::format("{:.5g}", point->y);
+    if (std::isfinite(point->y)) return short_number(point->y);
   return "–";
 }
 
@@ -274,8 +295,8 @@ void Report::chart(Chart chart) {
                             last_value({series.name, running_median(series.points)}));
   }
   if (const OffScale off = off_scale(chart); off.count > 0)
-    legend += fmt::format("<span>{} value{} off the scale, furthest <b>{:.4g}</b></span>", off.count,
-                          off.count == 1 ? "" : "s", off.furthest);
+    legend += fmt::format("<span>{} value{} off the scale, furthest <b>{}</b></span>", off.count,
+                          off.count == 1 ? "" : "s", short_number(off.furthest));
   if (bad > 0)
     legend +=
         fmt::format("<span class=\"not-finite\">{} value{} not finite</span>", bad, bad == 1 ? "" : "s");
@@ -287,33 +308,42 @@ void Report::table(const std::string& title, const std::string& summary,
                    const std::vector<std::string>& headings,
                    const std::vector<std::vector<std::string>>& rows) {
   const std::size_t columns = headings.size();
+  constexpr std::size_t kUnit = 4;  // " GiB"
   std::vector<bool> right(columns, true);
-  std::vector<std::size_t> longest(columns);
+  std::vector<std::size_t> longest(columns), word(columns);
   for (const auto& row : rows)
     for (std::size_t i = 0; i < row.size() && i < columns; ++i) {
-      right[i] = right[i] && numeric(row[i]);
+      right[i] = right[i] && numeric(row[i], kUnit);
       longest[i] = std::max(longest[i], characters(row[i]));
+      word[i] = std::max(word[i], longest_word(row[i]));
     }
   const auto sentences = [&](std::size_t i) { return longest[i] > kSentences && columns > 2; };
   // Estimated: 7.5 pixels a character. Headings take one line where the page is wide enough for that.
-  const auto width_with = [&](std::size_t (*of_heading)(const std::string&)) {
+  const auto width_with = [&](std::size_t (*of_heading)(const std::string&), bool least) {
     double width = 0;
-    for (std::size_t i = 0; i < columns; ++i)
+    for (std::size_t i = 0; i < columns; ++i) {
+      const std::size_t letters = least && !right[i] ? word[i] : longest[i];
       width += 24 + std::max(sentences(i)             ? kSentencesWidth
                              : longest[i] > kLongCell ? kLongWidth
-                                                      : 7.5 * static_cast<double>(longest[i]),
+                                                      : 7.5 * static_cast<double>(letters),
                              7.5 * static_cast<double>(of_heading(headings[i])));
+    }
     return width;
   };
-  const double in_one_line = width_with([](const std::string& heading) { return characters(heading); });
+  const auto in_a_line = [](const std::string& heading) { return characters(heading); };
+  const double in_one_line = width_with(in_a_line, false);
   const bool roomy = in_one_line <= kPageWidth;
-  const double width = roomy ? in_one_line : width_with(longest_word);
-  const auto cells = [&](const std::vector<std::string>& row, const char* tag) {
+  const double width = roomy ? width_with(in_a_line, true) : width_with(longest_word, true);
+  const bool cards = columns > 2 && width > kNarrowest;  // on a telephone each row is one
+  const auto cells = [&](const std::vector<std::string>& row, std::string_view tag) {
     std::string html = "<tr>";
     for (std::size_t i = 0; i < row.size(); ++i) {
       const bool number = i < columns && right[i] && !rows.empty();
       const bool wraps = i < columns && longest[i] > kLongCell;
-      html += fmt::format("<{0}{1}>{2}</{0}>", tag,
+      html += fmt::format("<{0}{1}{2}>{3}</{0}>", tag,
+                          cards && tag == "td" && i < columns
+                              ? fmt::format(" data-h=\"{}\"", escape_html(headings[i]))
+                              : "",
                           number  ? " class=\"number\""
                           : wraps ? (sentences(i) ? " class=\"sentences\"" : " class=\"long\"")
                                   : "",
@@ -323,11 +353,12 @@ void Report::table(const std::string& title, const std::string& summary,
   };
   std::string html = fmt::format("<h2>{}</h2>\n", escape_html(title));
   if (!summary.empty())
-    html += fmt::format("<p class=\"summary\">{}</p>\n", with_breaks(escape_html(summary)));
-  html += hint(width, "This table");
+    html += fmt::format("<p class=\"summary\">{}</p>\n", with_code(with_breaks(escape_html(summary))));
+  html += hint(width, "This table", cards ? "hint cards-hint" : "hint");
   const bool cut = rows.size() > kRowsInSight;
   if (cut) html += fmt::format("<p class=\"hint\">{} rows: scroll down in the table ↓</p>\n", rows.size());
   html += std::string("<div class=\"wide") + (cut ? "" : " whole") +
+          (cards ? " cards" : "") +
           (in_one_line <= kNarrowTable ? " fit" : "") + "\"><table" + (roomy ? " class=\"roomy\"" : "") +
           "><thead>" + cells(headings, "th") + "</thead><tbody>\n";
   for (const auto& row : rows) html += cells(row, "td");
@@ -346,17 +377,17 @@ void Report::figure(std::string title, std::string caption, std::string svg, dou
 void Report::prose(std::string title, std::vector<std::string> paragraphs) {
   std::string html = title.empty() ? "" : fmt::format("<h2>{}</h2>\n", escape_html(title));
   for (const auto& paragraph : paragraphs)
-    html += fmt::format("<p class=\"prose\">{}</p>\n", escape_html(paragraph));
+    html += fmt::format("<p class=\"prose\">{}</p>\n", with_code(escape_html(paragraph)));
   section(html);
 }
 
 void Report::list(std::string title, std::vector<std::pair<std::string, std::vector<std::string>>> items) {
   std::string html = fmt::format("<h2>{}</h2>\n", escape_html(title));
   for (const auto& [statement, reasons] : items) {
-    html += fmt::format("<div class=\"item\"><p>{}</p>\n", escape_html(statement));
+    html += fmt::format("<div class=\"item\"><p>{}</p>\n", with_code(escape_html(statement)));
     if (!reasons.empty()) {
       html += "<ul>";
-      for (const auto& reason : reasons) html += fmt::format("<li>{}</li>\n", escape_html(reason));
+      for (const auto& reason : reasons) html += fmt::format("<li>{}</li>\n", with_code(escape_html(reason)));
       html += "</ul>";
     }
     html += "</div>\n";

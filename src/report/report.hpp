@@ -70,6 +70,8 @@ struct Lanes {
 inline constexpr double kLanesWidth = 1000;  // pixels
 
 std::size_t characters(std::string_view text);  // of UTF-8
+// Five digits; from 10000 on four, with the unit of an axis: 48.16k.
+std::string short_number(double value);
 
 // The first row is the heading. Columns are as wide as their widest cell, those of numbers are right-aligned.
 using TextRows = std::vector<std::vector<std::string>>;

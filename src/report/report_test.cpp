@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iomanip>
 #include <limits>
+#include <map>
 #include <regex>
 #include <sstream>
 
@@ -208,7 +209,7 @@ TEST(Chart, SpikesDoNotSqueezeASmoothedLoss) {
     Report report("run");
     report.chart(chart);
     if (spikes.size() > 1) {
-      EXPECT_THAT(report.html(), HasSubstr("6 values off the scale, furthest <b>1e+06</b>"));
+      EXPECT_THAT(report.html(), HasSubstr("6 values off the scale, furthest <b>1M</b>"));
     }
     EXPECT_THAT(report.html(), HasSubstr("median of 11 steps"));
   }
@@ -397,10 +398,94 @@ TEST(Report, ATableThatMayBeTooWideSaysSo) {
   };
   EXPECT_THAT(page(2), Not(HasSubstr("<p class=\"hint")));
   EXPECT_THAT(page(6),
-              HasSubstr("<p class=\"hint\" style=\"max-height:clamp(0px,(644px - 100vw)*99,3em)\">"));
+              HasSubstr("<p class=\"hint cards-hint\" style=\"max-height:clamp(0px,(644px - 100vw)*99,3em)\">"));
   EXPECT_THAT(page(6), HasSubstr("<table class=\"roomy\">")) << "headings in one line";
   EXPECT_THAT(page(30), HasSubstr("<table>"));
-  EXPECT_THAT(page(30), HasSubstr("<p class=\"hint\" style=\"max-height:none\">"));
+  EXPECT_THAT(page(30), HasSubstr("<p class=\"hint cards-hint\" style=\"max-height:none\">"));
+  Report text("run");  // of words, which take more lines where there is less room
+  text.table("T", "", {"a", "b", "c"}, {{"one of them", "two", std::string(20, 'x') + " y"}});
+  EXPECT_THAT(text.html(), Not(HasSubstr("is wider than the screen")));
+}
+
+TEST(Report, RowsOfAWideTableHaveTheirHeadingsWithThemOnATelephone) {
+  Report report("run");
+  const std::string long_name(23, 'x');
+  report.table("narrow", "", {"a", "b", "c"}, {{"1", "2", "3"}});
+  EXPECT_THAT(report.html(), Not(HasSubstr("data-h=")));
+  report.table("wide", "", {"verdict", "\"parameter\"", "error"}, {{long_name, long_name, "1.5 GiB"}});
+  const std::string html = report.html();
+  EXPECT_THAT(html, HasSubstr("<div class=\"wide whole cards"));
+  EXPECT_THAT(html, HasSubstr("<td data-h=\"verdict\">" + long_name + "</td>"));
+  EXPECT_THAT(html, HasSubstr("<td data-h=\"&quot;parameter&quot;\">"));
+  EXPECT_THAT(html, HasSubstr("<td data-h=\"error\" class=\"number\">1.5 GiB</td>"));
+  EXPECT_THAT(html, HasSubstr(".cards td::before{content:attr(data-h)"));
+  EXPECT_THAT(html, HasSubstr(".cards thead,.cards-hint{display:none}"));
+  EXPECT_THAT(html, Not(HasSubstr("<th data-h")));
+}
+
+TEST(Report, CodeInSentencesIsMarkedAndEscaped) {
+  Report report("run");
+  report.list("L", {{"call `f<int>(x)` once", {"not `twice"}}});
+  report.prose("P", {"`isograd plan` and `--try`"});
+  const std::string html = report.html();
+  EXPECT_THAT(html, HasSubstr("<p>call <code>f&lt;int&gt;(x)</code> once</p>"));
+  EXPECT_THAT(html, HasSubstr("<li>not `twice</li>")) << "one that is not closed stays";
+  EXPECT_THAT(html, HasSubstr("<code>isograd plan</code> and <code>--try</code>"));
+  EXPECT_THAT(open_tags(html), ::testing::IsEmpty());
+}
+
+// WCAG 2.1, "relative luminance" and "contrast ratio".
+double luminance(const std::string& colour) {
+  double light = 0;
+  const double weights[] = {0.2126, 0.7152, 0.0722};
+  const bool brief = colour.size() == 4;  // "#abc"
+  for (std::size_t i = 0; i < 3; ++i) {
+    const std::string digits = brief ? std::string(2, colour[1 + i]) : colour.substr(1 + 2 * i, 2);
+    const double part = std::stoi(digits, nullptr, 16) / 255.0;
+    light += weights[i] * (part <= 0.03928 ? part / 12.92 : std::pow((part + 0.055) / 1.055, 2.4));
+  }
+  return light;
+}
+
+TEST(Report, TextCanBeReadOnItsBackgroundLightAndDark) {
+  const std::string html = Report("run").html();
+  const auto colours = [](const std::string& css) {
+    std::map<std::string, std::string> found;
+    const std::regex variable("--([a-z0-9-]+):(#[0-9a-f]{3}(?:[0-9a-f]{3})?)[;}]");
+    for (std::sregex_iterator each(css.begin(), css.end(), variable), end; each != end; ++each)
+      found[(*each)[1]] = (*each)[2];
+    return found;
+  };
+  const std::size_t light = html.find(":root{"), dark = html.find(":root{", light + 1);
+  for (const std::size_t at : {light, dark}) {
+    auto of = colours(html.substr(at, html.find('}', at) + 1 - at));
+    // As in .inside: which text is on which of the colours.
+    of["c1-text"] = of["c2-text"] = of["c4-text"] = "#111";
+    of["c6-text"] = of["c7-text"] = of["on-light"];
+    of["c0-text"] = of["c3-text"] = of["c5-text"] = of["on-dark"];
+    std::vector<std::pair<std::string, std::string>> pairs = {
+        {"ink", "page"},  {"ink", "card"},       {"soft", "page"},
+        {"soft", "card"}, {"good", "good-back"}, {"bad", "bad-back"}};
+    for (const char* colour : {"c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"})
+      pairs.emplace_back(colour + std::string("-text"), colour);
+    for (const auto& [text, back] : pairs) {
+      ASSERT_TRUE(of.contains(text) && of.contains(back)) << text << " on " << back;
+      const double a = luminance(of[text]), b = luminance(of[back]);
+      EXPECT_GE((std::max(a, b) + 0.05) / (std::min(a, b) + 0.05), 4.5)
+          << of[text] << " (" << text << ") on " << of[back] << " (" << back << ")"
+          << (at == dark ? ", dark" : ", light");
+    }
+  }
+  EXPECT_THAT(html, HasSubstr(".c1+.inside,.c2+.inside,.c4+.inside{fill:#111}"));
+}
+
+TEST(Chart, LargeNumbersHaveTheUnitsOfAnAxis) {
+  EXPECT_EQ(short_number(0.00030067), "0.00030067");
+  EXPECT_EQ(short_number(9938.7), "9938.7");
+  EXPECT_EQ(short_number(48161), "48.16k");
+  EXPECT_EQ(short_number(-3.8818e6), "-3.882M");
+  EXPECT_EQ(short_number(1e9), "1G");
+  EXPECT_EQ(short_number(kNaN), "nan");
 }
 
 TEST(Report, LongNamesBreakAndTilesKeepToOneLine) {
