@@ -159,7 +159,7 @@ Chart scaling_chart(const Plan& plan) {
 }
 
 Chart front_chart(const Plan& plan) {
-  Chart chart{.title = "What is not worse in anything",
+  Chart chart{.title = "Layouts that no other beats",
               .x_label = "free memory of a device, GiB",
               .y_label = "tokens/s",
               .series = {},
@@ -233,9 +233,12 @@ void add_parts(Report& report, const char* title, const std::string& summary,
 
 Report page(const Plan& plan, const std::vector<Span>& timeline) {
   Report report(
-      fmt::format("{} on {} x {}", plan.model.name, plan.cluster.devices, plan.cluster.name),
-      fmt::format("{} tokens a step in sequences of {}. Nothing was run: every number says where it is from.",
-                  human_count(plan.work.tokens), plan.work.sequence));
+      fmt::format("{} on {} x {}", plan.model.name.empty() ? plan.model.family : plan.model.name,
+                  plan.cluster.devices, plan.cluster.name),
+      fmt::format("{} parameters; {} tokens a step in sequences of {}. {} of {} layouts fit. Nothing was run: "
+                  "every number says where it is from.",
+                  human_count(plan.model.parameters()), human_count(plan.work.tokens), plan.work.sequence,
+                  human_count(double(plan.fitting)), human_count(double(plan.candidates))));
   const Planned* best = best_of(plan);
   if (plan.top.empty()) {
     report.verdict(false, "No layout fits: " + plan.missing);
@@ -248,14 +251,10 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
           {"tokens/s", human_count(best->tokens_per_second.value)},
           {"MFU", shown_part(best->mfu)},
           {"memory of a rank", bytes_text(best->bytes.value)},
-          {"free memory", bytes_text(best->head_room)},
-          {"devices used", best->candidate.ranks == plan.cluster.devices
-                               ? "all"
-                               : fmt::format("{} of {}", best->candidate.ranks, plan.cluster.devices)},
-          {"parameters", human_count(plan.model.parameters())},
-          {"layouts that fit",
-           human_count(double(plan.fitting)) + " of " + human_count(double(plan.candidates))}})
+          {"free memory", bytes_text(best->head_room)}})
       report.fact(label, value);
+    if (best->candidate.ranks < plan.cluster.devices)
+      report.fact("devices used", fmt::format("{} of {}", best->candidate.ranks, plan.cluster.devices));
   }
   if (!plan.warnings.empty()) report.prose("Warnings", plan.warnings);
   if (!best) return report;

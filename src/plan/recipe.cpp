@@ -109,7 +109,9 @@ std::vector<RecipeStep> recipe_of(Models& models, const Planned& best) {
   add("data ranks", fmt::format("dp = {} / {}", c.ranks, inner), fmt::format("{}", c.data_ranks()), "exact");
   add("accumulation",
       fmt::format("grad_acc = {} / ({} x {})", numbers.samples, c.micro_batch, c.data_ranks()),
-      fmt::format("{} micro-batches", numbers.accumulation), "exact");
+      fmt::format("{} {}", numbers.accumulation,
+                  unit_of(static_cast<double>(numbers.accumulation), "micro-batches")),
+      "exact");
   add("parameters alone", "2 bytes each in bfloat16",
       fmt::format("{:.4g} GB = {:.4g} GiB for {:.4g} parameters", 2 * psi / 1e9, gibibytes(2 * psi), psi),
       "exact");
@@ -117,7 +119,7 @@ std::vector<RecipeStep> recipe_of(Models& models, const Planned& best) {
   for (const ZeroRow& row : zero_table(sharing)) {
     add("memory", fmt::format("{}: {}, N = {}", row.strategy, row.kept_formula, sharing),
         fmt::format(
-            "{:.6g} bytes a parameter ({:.6g} with fp32 gradients in addition; {:.6g} as isograd keeps them, "
+            "{:.3g} bytes a parameter ({:.3g} with fp32 gradients in addition; {:.3g} as isograd keeps them, "
             "{:.1f} GiB a rank)",
             row.kept, row.kept_with_fp32_gradients, row.isograd_kept, gibibytes(row.isograd_kept * of_rank)),
         "exact");

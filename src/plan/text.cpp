@@ -20,7 +20,8 @@ std::string bytes_text(double bytes) {
                                   : fmt::format("{:.4g} GiB", bytes / 0x1p30);
 }
 std::string seconds_text(double seconds) {
-  return seconds >= 1 ? fmt::format("{:.3g} s", seconds) : fmt::format("{:.3g} ms", 1e3 * seconds);
+  if (seconds < 0.9995) return fmt::format("{:.3g} ms", 1e3 * seconds);
+  return seconds < 999.5 ? fmt::format("{:.3g} s", seconds) : fmt::format("{:.0f} s", seconds);
 }
 
 std::string unit_of(double number, const std::string& unit) {
