@@ -497,7 +497,7 @@ def test_runs_are_laid_over_one_another(config, tmp_path):
         assert re.search(rf"^{folder.name} +3 +{row['loss']:.4f} ", told, re.M), told
     assert re.search(r"^schedule.peak +0.001 +0.002$", told, re.M) and "run.directory" not in told, told
     html = page.read_text()
-    assert all(part in html for part in [">a<", ">b<", "Validation loss", "Gradient norm", "schedule.peak"]), html[:2000]
+    assert all(part in html for part in [">a<", ">b<", "Validation loss<span>nats per token</span>", "Gradient norm", "schedule.peak"]), html[:2000]
     figures = json.loads(ran("report", *folders, "--json").stdout)
     assert [run["loss"] for run in figures["runs"]] == [row["loss"] for row in last] and last[0]["loss"] != last[1]["loss"]
     assert figures["differing_keys"] == {"schedule.peak": ["0.001", "0.002"]}

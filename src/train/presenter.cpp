@@ -90,12 +90,20 @@ PipelineTimes times_of(const Pipeline::Measured& measured) {
 std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured) {
   const PipelineTimeline planned = simulate(measured.table, times_of(measured));
   const double end = std::max(measured.timeline.length, planned.length);
+  const bool short_step = end < 1;
   const auto picture = [&](const char* title, const PipelineTimeline& timeline, const char* told) {
-    return Showing::Picture{.title = title,
-                            .caption = fmt::format("{} {:.3g} s, of which ranks wait {:.1f} %.", told,
-                                                   timeline.length, 100 * timeline.bubble()),
-                            .html = svg(stage_lanes(measured.table, timeline, end)),
-                            .width = kLanesWidth};
+    Lanes lanes = stage_lanes(measured.table, timeline, end);
+    if (short_step) {
+      lanes.unit = "milliseconds";
+      lanes.time_text = [](double time) { return fmt::format("{:.4g}", 1e3 * time); };
+    }
+    return Showing::Picture{
+        .title = title,
+        .caption = fmt::format("{} {:.3g} {}, of which ranks wait {:.1f} %.", told,
+                               (short_step ? 1e3 : 1) * timeline.length, short_step ? "ms" : "s",
+                               100 * timeline.bubble()),
+        .html = svg(lanes),
+        .width = kLanesWidth};
   };
   return {picture("Stages in the last step, as measured", measured.timeline,
                   "A line for each stage, with the numbers of micro-batches. The step's micro-batches took"),

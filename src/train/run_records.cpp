@@ -120,6 +120,8 @@ ReportTable differing_keys(const std::vector<RunRecord>& runs) {
 
 std::vector<Chart> overlaid_charts(const std::vector<RunRecord>& runs) {
   std::vector<Chart> charts;
+  const bool text = std::ranges::all_of(
+      runs, [](const RunRecord& run) { return run.config.model.kind == "decoder"; });
   const auto add = [&](const char* title, const char* unit, Field field, bool median, bool from_zero) {
     Chart chart{.title = title, .x_label = "step", .y_label = unit, .series = {}, .from_zero = from_zero};
     for (const RunRecord& run : runs) {
@@ -132,8 +134,8 @@ std::vector<Chart> overlaid_charts(const std::vector<RunRecord>& runs) {
     }
     if (!chart.series.empty()) charts.push_back(std::move(chart));
   };
-  add("Loss", "running median", &MetricRow::loss, true, false);
-  add("Validation loss", "", &MetricRow::validation_loss, false, false);
+  add("Loss", text ? "nats per token, running median" : "running median", &MetricRow::loss, true, false);
+  add("Validation loss", text ? "nats per token" : "", &MetricRow::validation_loss, false, false);
   add("Gradient norm", "before clipping, running median", &MetricRow::norm, true, true);
   add("Throughput", "tokens/s, all ranks, running median", &MetricRow::tokens_per_second, true, true);
   add("Learning rate", "", &MetricRow::learning_rate, false, true);

@@ -818,11 +818,11 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   ReportTable parameters = to_table(verdict);
   parameters.title = "Parameters, worst first";
   parameters.summary.clear();
-  constexpr std::size_t kMostRows = 500;
-  if (parameters.rows.size() > kMostRows) {
-    parameters.summary = fmt::format("The first {} of {} rows; the JSON verdict has them all.", kMostRows,
+  const std::size_t most_rows = verdict.passed ? 100 : 500;
+  if (parameters.rows.size() > most_rows) {
+    parameters.summary = fmt::format("The first {} of {} rows; the JSON verdict has them all.", most_rows,
                                      parameters.rows.size());
-    parameters.rows.resize(kMostRows);
+    parameters.rows.resize(most_rows);
   }
   report.table(std::move(parameters));
   folded_if(several && verdict.passed, "What each layout claims, and its step", [&] {
