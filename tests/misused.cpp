@@ -1,4 +1,5 @@
-// Does not compile, on purpose: each line is natural to who knows LibTorch or PyTorch, and wrong here. The compiler's messages are the test (tests/CMakeLists.txt).
+// Does not compile, on purpose: each line is natural to who knows LibTorch or PyTorch, and wrong here. The
+// compiler's messages are the test (tests/CMakeLists.txt).
 #include <isograd/isograd.hpp>
 
 namespace isograd {

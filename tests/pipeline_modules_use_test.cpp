@@ -152,7 +152,8 @@ TEST(PipelineModulesWeights, AreReadOnAnotherNumberOfStages) {
     wanted.make_all();
     const std::map<std::string, at::Tensor> values(wanted.named().begin(), wanted.named().end());
     const auto expect_values = [&](const PipelineModel& model) {
-      for (const auto& [name, tensor] : model.named()) EXPECT_TRUE(at::equal(tensor, values.at(name))) << name;
+      for (const auto& [name, tensor] : model.named())
+        EXPECT_TRUE(at::equal(tensor, values.at(name))) << name;
     };
     on_stages(3, kind, 5, [&](PipelineModel& model, const Mesh& mesh, const Layout& placed) {
       write_weights(folder, model, *bucketed(model.parameters(), mesh), placed);

@@ -119,9 +119,9 @@ void read_weights(const std::filesystem::path& directory, const ModuleRef& modul
 void read_weights(const std::filesystem::path& directory, const ModuleRef& module, DataParallel& layout,
                   const Layout* placed = nullptr);
 
-// The parameters of a model in stages; `placed`: what split() returned. ConfigError: it has buffers, which are
-// outside layouts. Writing is collective. Each rank reads its own stages' between split() and the layout; one
-// process reads all after make_all(), by read_weights(directory, model.modules()).
+// The parameters of a model in stages; `placed`: what split() returned. ConfigError: it has buffers, which
+// layouts do not hold. Writing is collective. Each rank reads its own stages' between split() and the layout;
+// one process reads all after make_all(), by read_weights(directory, model.modules()).
 void write_weights(const std::filesystem::path& directory, const PipelineModel& model, DataParallel& layout,
                    const Layout& placed, std::int64_t file_bytes = kHfFileBytes);
 void read_weights(const std::filesystem::path& directory, const PipelineModel& model, const Layout& placed);

@@ -151,7 +151,7 @@ class Sharded : public UnitHandle {
           const std::source_location& call = std::source_location::current())
       : Sharded(holder.is_empty() ? (refuse_empty_module(call), nullptr) : holder.ptr(), call) {}
   template <std::derived_from<torch::nn::Module> Value>
-  Sharded(const Value&) : UnitHandle(std::function<std::vector<at::Tensor>()>()) {  // NOLINT: only for its message
+  Sharded(const Value&) : UnitHandle(std::function<std::vector<at::Tensor>()>()) {  // NOLINT: for its message
     static_assert(misused<Value>,
                   "isograd::Sharded takes a std::shared_ptr to the module, or its holder, not the module "
                   "itself: isograd::Sharded block(register_module(name, "

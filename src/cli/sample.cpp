@@ -128,7 +128,8 @@ fs::path find_model(const fs::path& given, const std::string& verb) {
   require_model_folder(given.string(), verb);
   if (list_checkpoints(given).empty())
     refuse(verb, given.string() + ", a folder without a model",
-           "a run's folder, a checkpoint (step-NNNNNNNN), or a Hugging Face directory (config.json and weights)",
+           "a run's folder, a checkpoint (step-NNNNNNNN), or a Hugging Face directory (config.json and "
+           "weights)",
            "Name run.directory of a run of isograd train that has saved a checkpoint");
   return resolve_checkpoint(given, "latest");
 }

@@ -277,7 +277,7 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
   constexpr int kMost = 4096;  // threads
   if (size < 1 || size > kMost)
     refuse("run_ranks", fmt::format("{} ranks", size), fmt::format("1 to {}", kMost),
-           size < 1 ? "Ask for at least one rank" : "Start processes on several hosts instead (docs/hosts.md)");
+           size < 1 ? "Ask for at least one rank" : "Start processes on several hosts (docs/hosts.md)");
   make_first_calls();
   auto store = c10::make_intrusive<c10d::HashStore>();
   struct Failure {

@@ -44,8 +44,9 @@ TEST(BatchOfSamples, CountsSeveralTargetsForEach) {
 TEST(BatchOfSamples, NamesAnInputThatIsNotThere) {
   const Batch one = batch_of_samples({at::ones({2, 3})}, at::zeros({2}, at::kLong), {5, 6});
   EXPECT_EQ(one.inputs[0].size(1), 3);
-  for (const auto& [batch, said] : {std::pair(empty_batch(), "batch.inputs.empty()"), {one, "found 1 of them"}})
-    EXPECT_THAT(error_testing::error_of([&, &of = batch] { (void)of.inputs[1]; }), HasSubstr(said));
+  const Batch none = empty_batch();
+  for (const auto& [batch, said] : {std::pair(&none, "batch.inputs.empty()"), {&one, "found 1 of them"}})
+    EXPECT_THAT(error_testing::error_of([&, of = batch] { (void)of->inputs[1]; }), HasSubstr(said));
 }
 
 TEST(BatchOfSamples, NamesWhatDoesNotFit) {

@@ -468,7 +468,8 @@ TEST(Step, SaysThatNothingIsTrained) {
 }
 
 TEST(Step, SaysThatALossIsUndefined) {
-  Rank rank(Group::solo(), {.forward = [](const toy::Model&, const Batch&) { return LossTerms{{"ce", {}}}; }});
+  const auto forward = [](const toy::Model&, const Batch&) { return LossTerms{{"ce", {}}}; };
+  Rank rank(Group::solo(), {.forward = forward});
   EXPECT_THAT(error_of([&] { rank.step({toy::make_batch({6}, 1)}); }),
               HasSubstr("'ce': found an undefined tensor; expected a scalar"));
 }
