@@ -40,7 +40,7 @@ def torch_problem(torch: pathlib.Path | None, built_with: str) -> str | None:
 def command() -> tuple[list[str], dict[str, str]]:
     """The program's path, to start commands with, and the environment that it needs. ImportError: torch does not fit."""
     own = folder_of("isograd")
-    if own is None or not (own / "_native/isograd").exists():
+    if own is None or not (own / "_native/bin/isograd").exists():
         raise ImportError(f"isograd: found no program in {own}; expected an installed wheel: run `pip install .`")
     built_with = str(runpy.run_path(str(own / "_native/built.py"))["TORCH"])
     torch = folder_of("torch")
@@ -49,7 +49,7 @@ def command() -> tuple[list[str], dict[str, str]]:
     libraries = [str(torch) + "/lib", *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(libraries)}
     environment.setdefault("PYTHON", sys.executable)  # whose packages tokenizers and benchmarks ask for
-    return [str(own / "_native/isograd")], environment
+    return [str(own / "_native/bin/isograd")], environment
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")).resolve()
 BINARY = BUILD / "bin/isograd"
+PROGRAM = BUILD / "libexec/isograd"  # which that becomes
 LIMIT = 240  # seconds; a call that takes longer hangs
 FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMPI_COMM_WORLD_", "PMIX_", "PMI_")
@@ -51,7 +52,7 @@ def warm_isograd(read):
     environment["LD_PRELOAD"] = " ".join([str(library), *filter(None, [environment.get("LD_PRELOAD")])])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        subprocess.Popen([BINARY], env=environment, stdin=theirs)
+        subprocess.Popen([PROGRAM], env=environment, stdin=theirs)
     return ours
 
 
@@ -70,7 +71,7 @@ def finished(words, environment, cwd, limit):
     """As subprocess.run() gives it, by a copy of the process that has the libraries where one fits."""
     warm = warm_isograd(tuple(sorted(read_at_load(environment).items())))
     if warm is None:
-        return subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=limit, cwd=cwd, env=environment)
+        return subprocess.run([PROGRAM, *words], capture_output=True, text=True, timeout=limit, cwd=cwd, env=environment)
     with open(os.devnull) as no_input, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = [str(cwd or os.getcwd()), str(1 + len(words)), str(BINARY), *words]
         request = "\0".join([*command, *(f"{name}={value}" for name, value in environment.items()), ""])
@@ -86,7 +87,7 @@ def finished(words, environment, cwd, limit):
 
 
 def isograd(*arguments, status=None, cwd=None, limit=LIMIT, **environment):
-    """The command line, which has ended: with that status, if one is given."""
+    """The program of the command line, which has ended: with that status, if one is given."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     done = finished(words_of(arguments), {**clean, "OMP_NUM_THREADS": "1", **environment}, cwd, limit)
     assert status is None or done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-from conftest import BINARY, BUILD, LIMIT, ROOT, built_backends, full, isograd, ran, refused, rows_of, words_of
+from conftest import BINARY, BUILD, LIMIT, PROGRAM, ROOT, built_backends, full, isograd, ran, refused, rows_of, words_of
 from run_files import text_tables, write_documents, write_run, write_video
 from safetensors.torch import load_file, save_file
 
@@ -142,15 +143,27 @@ def test_a_name_that_the_shell_left_empty_is_refused():
         assert "Name " in refused(verb, ""), verb
 
 
+def verbs_of(said):
+    return re.findall(r"^  ([a-z]+) ", said.partition("Subcommands:")[2].partition("\n\n")[0], re.M)
+
+
+def texts():
+    """{words: text}: what bin/isograd prints by itself."""
+    records = PROGRAM.with_suffix(".texts").read_text().split("\0>")
+    assert records[0] == ""
+    return {tuple(key.split("\0")): text for key, text in (record.split("\0\0") for record in records[1:])}
+
+
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
     top = ran("--help")
     for verb in ["train", "verify", "compare", "report", "sample", "data", "bench", "config", "layout", "schedule", "plan", "launch", "help"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
-    for verb in [["train"], ["verify"], ["compare"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
-                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["schedule"], ["plan"], ["launch"]]:
-        done = ran(*verb, "--help")
-        assert max(map(len, done.stdout.splitlines())) <= 120, done.stdout
+    for words, said in texts().items():
+        if words[-1] != "--help":
+            continue
+        assert max(map(len, said.splitlines())) <= 100 and "\n\n\n" not in said, said
+        assert not re.search(r"^  -[^ ]* +\[?(INT|UINT|FLOAT|TEXT:|BOOL)|\bREQUIRED\b|\bExcludes:|\bNeeds:|{false}", said, re.M), said
     assert re.match(r"isograd \d+\.\d+\.\d+, LibTorch 2\.13", isograd("--version").stdout)
 
 
@@ -481,9 +494,66 @@ def test_json_means_the_same_of_every_verb(config, tmp_path):
 
 def test_help_of_a_verb_is_that_of_its_flag():
     for words in ([], ["train"], ["data", "pack"], ["bench"], ["help"]):
-        assert ran("help", *words).stdout.strip() == ran(*words, "--help").stdout.strip()
+        assert ran("help", *words).stdout == ran(*words, "--help").stdout
     assert "Did you mean train?" in refused("help", "trian") and "one of pack, show" in refused("help", "data", "zzz")
     assert "Leave it out" in refused("help", "train", "now")
+
+
+def without_program(folder):
+    """bin/isograd and its texts alone: it can print nothing that the program would have to be started for."""
+    for name in ("bin/isograd", "libexec/isograd.texts"):
+        (folder / name).parent.mkdir()
+        shutil.copy(BUILD / name, folder / name)
+    return folder / "bin/isograd"
+
+
+def test_every_text_is_what_the_program_prints():
+    """In another environment, too: texts that depend on it must not be among them."""
+    elsewhere = {"COLUMNS": "40", "NO_COLOR": "1", "TERM": "dumb", "HOME": "/nowhere", "LC_ALL": "C", "ISOGRAD_PROCESSOR": "scalar"}
+    known, top = texts(), ran("--help").stdout
+    verbs = [[verb] for verb in verbs_of(top)]
+    verbs += [[*verb, below] for verb in verbs for below in verbs_of(ran(*verb, "--help").stdout)]
+    assert len(verbs) > 30
+    expected = {("--version",), ("-V",), ("help", "--man"), *(("completions", shell) for shell in ("bash", "zsh", "fish"))}
+    for verb in [[], *verbs]:
+        expected |= {(*verb, "--help"), (*verb, "-h"), ("help", *verb)}
+    assert known.keys() == expected
+    printed = {}
+    for words, text in known.items():
+        short = tuple({"-h": "--help", "-V": "--version"}.get(word, word) for word in words)
+        same = (*words[1:], "--help") if words[0] == "help" and not words[-1].startswith("-") else short
+        if same not in printed:
+            printed[same] = ran(*same, **(elsewhere if len(printed) % 2 else {})).stdout
+        assert text == printed[same] != "", words
+
+
+def test_texts_are_printed_without_libtorch(tmp_path):
+    """By a copy of bin/isograd that has no program to start, and no library but the system's."""
+    start = without_program(tmp_path)
+    needed = subprocess.run(["readelf", "-d", start], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"NEEDED.*\[(lib\w+)", needed) and "torch" not in needed and "c10" not in needed, needed
+    link = tmp_path / "link"
+    link.symlink_to(start)
+    for words, text in texts().items():
+        done = subprocess.run([link, *words], capture_output=True, text=True, timeout=60, cwd="/")
+        assert (done.returncode, done.stdout, done.stderr) == (0, text, ""), words
+    for words in ([], [""], ["train --help"], ["train", "", "--help"], ["--help", "train"], ["train", "--help", "--quiet"], ["config"]):
+        done = subprocess.run([start, *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and not done.stdout, words
+        assert f"found no program in {tmp_path}/libexec/isograd" in done.stderr and "Install isograd again" in done.stderr
+    file = tmp_path / "libexec/isograd.texts"
+    file.write_text(file.read_text().replace("Exit status: 0 done", "planted"))
+    assert "planted" in subprocess.run([start, "sample", "-h"], capture_output=True, text=True, timeout=60).stdout
+
+
+def test_the_program_gets_the_words_and_the_environment(tmp_path):
+    """A stand-in for it tells them, the name that it was started by, and that the process is the same."""
+    start = without_program(tmp_path)
+    program = tmp_path / "libexec/isograd"
+    program.write_text("#!/bin/sh\nprintf '%s|' $$ \"$SAID\" \"$@\"; exit 7\n")
+    program.chmod(0o755)
+    started = subprocess.Popen([start, "train", "a b", "--set", "x=", ""], stdout=subprocess.PIPE, text=True, env={**os.environ, "SAID": "so"})
+    assert started.communicate(timeout=60)[0] == f"{started.pid}|so|train|a b|--set|x=||" and started.returncode == 7
 
 
 def test_runs_are_laid_over_one_another(config, tmp_path):

@@ -92,6 +92,7 @@ LINES = [  # the words that could stand where the line's last one does; without 
     ("train --set parallel.str", {"parallel.strategy="}), ("train --set parallel.strategy=z", {"zero1", "zero2", "zero3"}),
     ("train --set parallel.strategy=", STRATEGIES | {"ddp", "fsdp"}), ("train --set nothing.of", set()), ("train --set train.dtype=int", set()),
     ("serve --set train.", set()), ("serve --set parallel.devi", {"parallel.device="}), ("train --set verify.at_end=", {"true", "false"}),
+    ("train --set data.text=re", {"rest.txt"}), ("train --set data.text=r", {"run one.toml", "rest.txt", "runs"}),
     ("train r", {"run one.toml", "rest.txt", "runs"}), ("report ", {"runs", "dumps"}), ("report re", set()), ("compare d", {"dumps"}),
     ("verify --report re", {"rest.txt"}), ("sample --tokenizer b", {"bytes"}), ("sample --tokenizer r", {"run one.toml", "rest.txt", "runs"}),
     ("train --ranks ", set()), ("completions ", {"bash", "zsh", "fish"}), ("help sc", {"schedule"}), ("nothing --d", set()),

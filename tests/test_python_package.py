@@ -25,9 +25,13 @@ def run(python, *arguments, status=0, **environment):
 def test_the_wheel_holds_the_package_and_no_path_of_this_machine(wheel):
     with zipfile.ZipFile(wheel) as packed:
         names = {name for name in packed.namelist() if ".dist-info/" not in name}
-        assert {"_isograd_command.py", "isograd/__init__.py", "isograd/py.typed", "isograd/_native/isograd",
+        assert {"_isograd_command.py", "isograd/__init__.py", "isograd/py.typed", "isograd/_native/bin/isograd",
+                "isograd/_native/libexec/isograd", "isograd/_native/libexec/isograd.texts",
                 "isograd/_native/isograd_comm.so", "isograd/_native/isograd_comm.pyi"} <= names
-        assert all(name.startswith(("isograd/", "_isograd_command.py")) for name in names), names
+        data = {name.partition(".data/data/")[2] for name in names if ".data/" in name}
+        assert data == {"share/man/man1/isograd.1", "share/bash-completion/completions/isograd", "share/zsh/site-functions/_isograd",
+                        "share/fish/vendor_completions.d/isograd.fish"}
+        assert all(name.startswith(("isograd/", "_isograd_command.py")) for name in names if ".data/" not in name), names
         torch = (BUILD / "CMakeCache.txt").read_text().split("ISOGRAD_TORCH:PATH=")[1].split("\n")[0]
         for name in names:
             assert f"{torch}/lib".encode() not in packed.read(name), f"{name} looks for libraries in {torch}"
@@ -36,6 +40,8 @@ def test_the_wheel_holds_the_package_and_no_path_of_this_machine(wheel):
 def test_the_command_is_the_program_of_the_build(installed):
     built = subprocess.run([str(BINARY), "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     assert run(installed.parent / "isograd", "--version") == built
+    bash = subprocess.run([str(BINARY), "completions", "bash"], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert (installed.parent.parent / "share/bash-completion/completions/isograd").read_text() == bash
     assert "ConfigError: nowhere" in run(installed.parent / "isograd", "compare", "nowhere", "nowhere", status=2)
 
 

@@ -202,7 +202,7 @@ def pack(built, to):
     """Programs without symbols, and the libraries that a machine with torch and glibc may lack."""
     shutil.rmtree(to, ignore_errors=True)
     base = re.compile(r"^(ld-linux|lib(c|m|dl|rt|pthread|util|resolv|gcc_s|gomp|stdc\+\+|torch.*|c10.*|shm|nccl|cu.*|nv.*)\.so)")
-    for name in ("bin/isograd", "tests/device_check"):
+    for name in ("bin/isograd", "libexec/isograd", "tests/device_check"):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["strip", "-o", to / name, built / name], check=True)
         listed = subprocess.run(["ldd", built / name], check=True, capture_output=True, text=True).stdout

@@ -224,11 +224,10 @@ inline BenchOption number(const std::string& name, BenchValue value, const std::
   return {.name = name, .value = value, .about = about, .type = type, .least = least, .most = most};
 }
 inline BenchOption cases(const std::string& which, Names names) {
-  return choice("--case", &BenchOptions::cases, which + "; all unless given, may be repeated",
-                std::move(names));
+  return choice("--case", &BenchOptions::cases, which + "; default: all", std::move(names));
 }
 inline BenchOption rank_counts(const std::string& which, int least, int most) {
-  return number("--ranks", &BenchOptions::rank_counts, which + " unless given, may be repeated", least, most);
+  return number("--ranks", &BenchOptions::rank_counts, which, least, most);
 }
 inline BenchOption ranks(const std::string& which, int least, int most) {
   return number("--ranks", &BenchOptions::ranks, which, least, most);
@@ -238,7 +237,7 @@ inline constexpr const char* kSpeed = "A ratio above 1 means that isograd is fas
 inline constexpr const char* kSpeedOrMemory =
     "A ratio above 1 means that isograd is faster or takes less memory.\n";
 inline std::string status(const std::string& what) {
-  return "Status: 0 compared, whatever the ratios; 1 " + what + " differ; 2 bad input.";
+  return "Exit status: 0 compared, whatever the ratios; 1 " + what + " differ; 2 bad input.";
 }
 
 // A verb with `options`, and those that all have: --json; --seconds, `for_each` of which it takes; --python,
@@ -247,16 +246,19 @@ inline BenchVerb verb(const std::string& name, const std::string& about, const s
                       BenchOptions defaults, Names packages, void (*run)(Bench&),
                       std::vector<BenchOption> options, const char* for_each,
                       const char* package = "PyTorch") {
-  options.push_back(file("--json", &BenchOptions::json,
-                         "records {bench, case, ours, peer, peer_name, unit, ratio, processor} as JSON;\n"
-                         "without FILE in place of the text"));
+  options.push_back(
+      file("--json", &BenchOptions::json,
+           "write records {bench, case, ours, peer, peer_name, unit, ratio, processor} as JSON; "
+           "without FILE, print the JSON in place of the text"));
   if (for_each)
-    options.push_back(number("--seconds", &BenchOptions::seconds, std::string("of taking turns") + for_each,
-                             0.1, 1e6, "S"));
+    options.push_back(number("--seconds", &BenchOptions::seconds,
+                             std::string("seconds of measuring") + for_each, 0.1, 1e6, "S"));
   if (package)
-    options.push_back(file(
-        "--python", &BenchOptions::python,
-        fmt::format("has {}; $PYTHON, the checkout's .venv/bin/python or python3 unless given", package)));
+    options.push_back(
+        file("--python", &BenchOptions::python,
+             fmt::format(
+                 "Python that has {}; default: $PYTHON, else the checkout's .venv/bin/python, else python3",
+                 package)));
   return {name, about, footer, std::move(defaults), std::move(packages), std::move(options), run};
 }
 

@@ -53,7 +53,9 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
   CLI::App* bench = program.add_subcommand("bench", "Compare speeds with PyTorch on this machine");
   bench->require_subcommand(1);
   const auto level = std::make_shared<std::string>();
-  is_one_of(bench->add_option("--as", *level, "hold all sides to these instructions; may follow the verb")
+  is_one_of(bench
+                ->add_option("--as", *level,
+                             "let all sides use these instructions only; may also stand after the verb")
                 ->type_name("LEVEL"),
             processor_levels());
   std::vector<Verb> verbs;

@@ -42,21 +42,23 @@ std::string summary(const planner::ClusterFile& found, const std::string& file) 
 
 Verb calibrate_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb =
-      program.add_subcommand("calibrate", "Measure this machine for isograd plan --cluster here");
+      program.add_subcommand("calibrate", "Measure this machine, for isograd plan --cluster here");
   struct Flags {
     std::optional<int> ranks;
     std::string output = planner::here_file().string();
   };
   auto flags = std::make_shared<Flags>();
-  add_option(*verb, "--ranks", flags->ranks, "processes that measure at once; default: one for each core",
-             "N", 1, 4096);
-  add_option(*verb, "-o,--output", flags->output, "file to write, which --cluster reads", "FILE");
+  add_option(*verb, "--ranks", flags->ranks,
+             "number of processes that measure at the same time; default: one per core", "N", 1, 4096);
+  add_option(*verb, "-o,--output", flags->output,
+             "file to write the measurements to; isograd plan --cluster here reads the default one", "FILE");
   verb->footer(
-      "Takes less than a minute: products of matrices, attention, passes over memory, an optimizer's update,\n"
-      "and each collective by size and number of ranks, with all ranks at work. What differs from round to\n"
-      "round, as on a machine that is busy, is not written; the file says what was not measured.\n"
+      "Takes less than a minute. All ranks measure matrix products, attention, memory bandwidth, the\n"
+      "optimizer's update, and each collective for several sizes and numbers of ranks. A figure that varies\n"
+      "from round to round, for instance because the machine is busy, is left out, and the file names it.\n"
       "\n"
-      "Status: 0 written; 2 bad input, or nothing was steady; 3 a rank was lost; 4 a defect of isograd.");
+      "Exit status: 0 written; 2 bad input, or every figure varied; 3 a rank was lost; 4 a defect of\n"
+      "isograd.");
   return {verb, [flags, &invocation] {
             const fs::path file = flags->output;
             const bool launched = read_rank_environment().has_value();

@@ -11,20 +11,26 @@ namespace isograd {
 
 Verb compare_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand(
-      "compare", "Compare two gradient dumps of one step, written by any trainer (docs/verify.md)");
+      "compare", "Compare the gradients that two trainers wrote for the same step (docs/verify.md)");
   struct Flags {
     std::string found, expected, alone, json, report;
   };
   auto flags = std::make_shared<Flags>();
-  verb->add_option("A", flags->found, "dump of the trainer in question, a folder")->required();
-  verb->add_option("B", flags->expected, "dump of the same step by one process, best in fp64")->required();
-  add_option(*verb, "--alone", flags->alone,
-             "the same step by one process in the precision of A: what rounding alone does", "DIR");
+  verb->add_option("A", flags->found, "folder with the dump of the trainer to check")->required();
+  verb->add_option("B", flags->expected,
+                   "folder with the dump of the same step by one process, if possible in fp64")
+      ->required();
+  add_option(
+      *verb, "--alone", flags->alone,
+      "folder with the dump of the same step by one process in the precision of A; it shows how large the "
+      "differences are that come from rounding alone",
+      "DIR");
   add_json(*verb, flags->json, "the verdict");
-  add_option(*verb, "--report", flags->report, "the verdict as a page goes here", "FILE.html");
+  add_option(*verb, "--report", flags->report, "write the verdict as a page to this file", "FILE.html");
   verb->footer(
       "  isograd compare dumps/ddp dumps/one --report verdict.html\n\n"
-      "Status: 0 the same gradient; 1 another one, or not the same step; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 the same gradient; 1 another gradient, or another step; 2 bad input; 4 a defect of\n"
+      "isograd.");
   const auto action = [flags] {
     const DumpNames names{flags->found, flags->expected};
     for (const auto& [option, file] : {std::pair("--json", flags->json), {"--report", flags->report}})

@@ -90,16 +90,16 @@ std::vector<Verb> data_verbs(CLI::App& program) {
   packing
       ->add_option(
           "TEXT", pack_flags->corpus.patterns,
-          "files, directories or globs of UTF-8 text; .jsonl, .jsonl.gz and .jsonl.zst: one document a "
-          "line, as docs/conversations.md says")
+          "files, folders or globs of UTF-8 text; in .jsonl, .jsonl.gz and .jsonl.zst files each line is a "
+          "document, as docs/conversations.md says")
       ->required();
-  add_option(*packing, "--out", pack_flags->out, "folder for the shards, without other shards", "DIR")
+  add_option(*packing, "--out", pack_flags->out, "folder for the shards, which holds no other shards", "DIR")
       ->required();
   offers(add_option(*packing, "--tokenizer", pack_flags->tokenizer,
                     "\"bytes\", a SentencePiece model file or a tokenizer.json", "FILE"),
          {"bytes", "<files>"});
-  add_option(*packing, "--shard-tokens", pack_flags->corpus.shard_tokens, "most tokens of a shard", "N", 1,
-             0x1p40);
+  add_option(*packing, "--shard-tokens", pack_flags->corpus.shard_tokens,
+             "largest number of tokens in a shard", "N", 1, 0x1p40);
   packing->add_flag_callback(
       "--skip-bad-lines", [pack_flags] { pack_flags->corpus.on_bad_line = CorpusOptions::OnBadLine::kSkip; },
       "leave out lines that are no documents, and list them in DIR/.bad-lines.txt");
@@ -109,38 +109,40 @@ std::vector<Verb> data_verbs(CLI::App& program) {
                     "leave out one of two equal marks at the beginning or end of a text");
   packing->add_flag_callback(
       "--overwrite", [pack_flags] { pack_flags->corpus.replace = true; },
-      "replace the shards of other text or another tokenizer that are in --out");
+      "replace shards in --out that come from other text or another tokenizer");
   packing->footer(
       "  isograd data pack 'books/*.txt' --out shards\n"
       "  isograd train run.toml --set data.shards=shards/*\n\n"
-      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 done; 2 bad input; 4 a defect of isograd.");
 
   CLI::App* showing = data->add_subcommand("show", "Show the contents of shards or the samples of a step");
   auto show_flags = std::make_shared<ShowFlags>();
   showing
       ->add_option("SHARD", show_flags->shards,
-                   "shards of isograd, llm.c or nanoGPT; with --step a run's configuration")
+                   "shards of isograd, llm.c or nanoGPT; with --step, the configuration of a run")
       ->required();
   add_option(*showing, "--step", show_flags->step,
-             "the packs or videos of this step of a run, from 1, with their documents", "N", 1, 0x1p40);
-  add_option(*showing, "--ranks", show_flags->ranks, "ranks of the run, to show which takes what", "N", 1,
-             0x1p20)
+             "show the packs or videos of this step of a run, counted from 1, with their documents", "N", 1,
+             0x1p40);
+  add_option(*showing, "--ranks", show_flags->ranks,
+             "number of ranks of the run, to show which of them takes which pack", "N", 1, 0x1p20)
       ->needs("--step");
-  add_option(*showing, "--set", show_flags->sets, "overrides the configuration, as in train; may be repeated",
-             "KEY=VALUE")
+  add_option(*showing, "--set", show_flags->sets,
+             "override a key of the configuration, as in --set batch.packs_per_step=8", "KEY=VALUE")
       ->needs("--step");
-  add_option(*showing, "--documents", show_flags->documents, "number of first documents that are shown", "N",
-             0, 0x1p30);
+  add_option(*showing, "--documents", show_flags->documents, "number of documents to show, from the first on",
+             "N", 0, 0x1p30);
   offers(add_option(*showing, "--tokenizer", show_flags->tokenizer,
-                    "decodes them: \"bytes\", a SentencePiece model file or a tokenizer.json", "FILE"),
+                    "tokenizer to decode with: \"bytes\", a SentencePiece model file or a tokenizer.json",
+                    "FILE"),
          {"bytes", "<files>"});
   add_option(*showing, "--end-of-text", show_flags->end_of_text,
-             "delimits documents in shards of llm.c and nanoGPT", "TOKEN");
+             "token between documents in shards of llm.c and nanoGPT", "TOKEN");
   showing->footer(
       "  isograd data show shards/*\n"
       "  isograd data show run.toml --step 12 --ranks 2\n\n"
-      "Every byte is read and checksums are checked. Status: 0 whole; 2 bad input; 4 a defect "
-      "of isograd.");
+      "Reads every byte and checks the checksums.\n"
+      "Exit status: 0 intact; 2 bad input; 4 a defect of isograd.");
   return {{packing, [pack_flags] { return pack(*pack_flags); }},
           {showing, [show_flags] { return show(*show_flags); }}};
 }

@@ -12,24 +12,25 @@
 namespace isograd {
 
 Verb export_verb(CLI::App& program) {
-  CLI::App* verb =
-      program.add_subcommand("export", "Write the low-rank adapter of a checkpoint, or the merged model");
+  CLI::App* verb = program.add_subcommand(
+      "export", "Export the low-rank adapter of a checkpoint, or the model with it merged in");
   struct Flags {
     std::string checkpoint, directory;
     bool merge = false;
   };
   auto flags = std::make_shared<Flags>();
-  verb->add_option("CHECKPOINT", flags->checkpoint, "a checkpoint or a run's folder (its latest)")
+  verb->add_option("CHECKPOINT", flags->checkpoint,
+                   "a checkpoint, or the folder of a run (its latest checkpoint)")
       ->required();
-  verb->add_option("DIRECTORY", flags->directory, "new folder for the files")->required();
+  verb->add_option("DIRECTORY", flags->directory, "folder to create for the files")->required();
   verb->add_flag(
       "--merge", flags->merge,
-      "a Hugging Face directory of the base with the adapter added to its weights; else a directory "
-      "that PEFT loads next to the base");
+      "add the adapter to the base model's weights and write a Hugging Face directory; default: write a "
+      "directory that PEFT loads on top of the base model");
   verb->footer(
       "  isograd export runs/lora adapter\n"
       "  isograd export runs/lora merged --merge\n\n"
-      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 done; 2 bad input; 4 a defect of isograd.");
   const auto action = [flags] {
     const fs::path from = find_model(flags->checkpoint, "isograd export"),
                    to = fs::absolute(flags->directory).lexically_normal();

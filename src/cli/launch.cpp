@@ -8,8 +8,7 @@
 namespace isograd {
 
 Verb launch_verb(CLI::App& program, const Invocation& invocation) {
-  CLI::App* verb =
-      program.add_subcommand("launch", "Start a program of your own on several ranks of this host");
+  CLI::App* verb = program.add_subcommand("launch", "Start your own program as several ranks on this host");
   struct Flags {
     int ranks = 0;
     bool prefix = false;
@@ -17,23 +16,23 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
     std::string backend = "shm";
   };
   auto flags = std::make_shared<Flags>();
-  add_option(*verb, "-n,--ranks", flags->ranks, "processes to start", "N", 1, 4096)->required();
-  verb->add_flag("--prefix", flags->prefix, "put \"[rank] \" before each line that a rank prints");
+  add_option(*verb, "-n,--ranks", flags->ranks, "number of ranks to start", "N", 1, 4096)->required();
+  verb->add_flag("--prefix", flags->prefix, "print \"[rank] \" in front of each line of output");
   add_option(*verb, "--grace", flags->grace,
-             "seconds for the others to end by themselves when one has failed (shm)", "S", 0.0, 1e6);
+             "seconds that the other ranks have to end by themselves after one has failed (shm)", "S", 0.0,
+             1e6);
   offers(add_option(*verb, "--backend", flags->backend,
-                    "backend of the ranks: shm or nccl (started here), mpi or shm+mpi (by mpirun)", "NAME"),
+                    "backend of the ranks: shm and nccl are started by isograd, mpi and shm+mpi by mpirun",
+                    "NAME"),
          backends());
-  verb->footer(fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
-               "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
-               "which\n"
-               "isograd::join() and torch.distributed read; with --backend mpi or shm+mpi, mpirun's "
-               "instead.\n"
-               "The words after -- are the command.\n\n"
-               "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
-               "Status: 0; 3 if a rank was killed or lost a peer; otherwise "
-               "the first that\n"
-               "is not 0.");
+  verb->footer(
+      fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
+      "The words after -- are the command. Each rank gets RANK, WORLD_SIZE, LOCAL_RANK,\n"
+      "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which isograd::join() and torch.distributed\n"
+      "read. With --backend mpi or shm+mpi it gets mpirun's variables instead.\n\n"
+      "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
+      "Exit status: 0 if all ranks ended with 0; 3 if a rank was killed or lost a peer; otherwise the\n"
+      "first status that is not 0.");
   const auto action = [flags, &invocation] {
     if (invocation.command.empty())
       refuse("isograd launch", "no command", "-- COMMAND ...",

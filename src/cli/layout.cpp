@@ -11,7 +11,8 @@
 namespace isograd {
 
 Verb layout_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("layout", "Print the placement of every parameter of a run");
+  CLI::App* verb = program.add_subcommand(
+      "layout", "Print where every parameter of a run is placed, without starting the run");
   struct Flags {
     std::string config;
     std::vector<std::string> sets;
@@ -19,21 +20,22 @@ Verb layout_verb(CLI::App& program) {
     std::string json;
   };
   auto flags = std::make_shared<Flags>();
-  verb->add_option("CONFIG", flags->config, "TOML file of the run")->required();
-  add_option(*verb, "--ranks", flags->ranks, "of the run", "N", 1, 4096);
-  add_option(*verb, "--rank", flags->rank, "whose view is printed", "R")->capture_default_str();
-  add_option(*verb, "--hosts", flags->hosts, "that the ranks are on in their order, as evenly as possible",
-             "H");
-  add_option(*verb, "--set", flags->sets, "overrides the file, as in train; may be repeated", "KEY=VALUE");
-  add_json(*verb, flags->json, "all of it (docs/layout.md)");
+  verb->add_option("CONFIG", flags->config, "TOML file of the run (docs/configuration.md lists every key)")
+      ->required();
+  add_option(*verb, "--ranks", flags->ranks, "number of ranks of the run", "N", 1, 4096);
+  add_option(*verb, "--rank", flags->rank, "rank whose part is printed", "R")->capture_default_str();
+  add_option(*verb, "--hosts", flags->hosts,
+             "number of hosts, over which the ranks are spread evenly in their order", "H");
+  add_option(*verb, "--set", flags->sets, "override a key of the file, as in --set parallel.strategy=zero2",
+             "KEY=VALUE");
+  add_json(*verb, flags->json, "the placement (docs/layout.md)");
   verb->footer(
-      "Prints the mesh, then of each parameter its shapes, the axes along which it is cut, copied, "
-      "summed and\n"
-      "sharded, which ranks own its elements, and the bytes that a rank keeps. No rank is "
-      "started and no\n"
-      "weight is made; videos and tables are read, since their models depend on them.\n\n"
+      "Prints the mesh of ranks. For each parameter it then prints the shapes, the axes along which it is\n"
+      "split, copied, summed and sharded, the ranks that own its elements, and the bytes that a rank keeps.\n"
+      "No rank is started and no weight is created. Videos and tables are read, because the size of their\n"
+      "models depends on them.\n\n"
       "  isograd layout examples/first_light.toml --ranks 4 --set parallel.strategy=zero2\n\n"
-      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 done; 2 bad input; 4 a defect of isograd.");
   const auto action = [flags] {
     check_no_input("--json", flags->json, {flags->config});
     const RunLayout run =

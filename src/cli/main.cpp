@@ -35,10 +35,6 @@ const CLI::App* chosen(const CLI::App& app) {
   return parsed.empty() ? &app : chosen(*parsed.front());
 }
 
-std::string full_name(const CLI::App* app) {
-  return app->get_parent() ? full_name(app->get_parent()) + " " + app->get_name() : "isograd";
-}
-
 bool is_flag(const std::string& word) { return word.size() > 1 && word.front() == '-'; }
 
 std::vector<std::string> verbs_of(const CLI::App& app) {
@@ -177,12 +173,13 @@ void require_output() {
 }
 
 Verb help_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("help", "Print the help of a verb");
+  CLI::App* verb = program.add_subcommand("help", "Print the help of isograd or of one of its verbs");
   const auto words = std::make_shared<std::vector<std::string>>();
   const auto man = std::make_shared<bool>();
-  offers(verb->add_option("VERB", *words, "as in isograd help data pack; unless given, the help of isograd"),
+  offers(verb->add_option("VERB", *words,
+                          "a verb, as in isograd help data pack; without one, the help of isograd itself"),
          verbs_of(program));
-  verb->add_flag("--man", *man, "all verbs as a page for man: isograd help --man | man -l -");
+  verb->add_flag("--man", *man, "print all verbs as a page for man: isograd help --man | man -l -");
   const auto action = [&program, words, man] {
     if (*man) return print(stdout, man_page(program)), 0;
     const CLI::App* app = &program;
@@ -196,7 +193,7 @@ Verb help_verb(CLI::App& program) {
                near ? fmt::format("Did you mean {}?", *near) : "Choose one of them");
       app = app->get_subcommand(word);
     }
-    print(stdout, app->get_formatter()->make_help(app, full_name(app), CLI::AppFormatMode::Normal));
+    print(stdout, help_of(*app));
     return 0;
   };
   return {verb, action};
@@ -205,14 +202,14 @@ Verb help_verb(CLI::App& program) {
 // Every verb has them, and the program in front of its verb.
 void add_output_flags(CLI::App& app) {
   const auto grouped = [](CLI::Option* option) { return option->group("Output"); };
-  CLI::Option* quiet = grouped(app.add_flag("-q,--quiet", printing().quiet,
-                                            "no progress and notices: results, warnings and errors alone"));
+  CLI::Option* quiet = grouped(app.add_flag(
+      "-q,--quiet", printing().quiet, "print results, warnings and errors only: no progress and no notices"));
   grouped(app.add_flag("-v,--verbose", printing().verbose,
-                       "a line for each step or part, in place of one that is redrawn"))
+                       "print a line for each step or part instead of redrawing one progress line"))
       ->excludes(quiet);
   is_one_of(grouped(app.add_option(
                         "--color", printing().colour,
-                        "PASS green and FAIL red: auto (on a terminal, without NO_COLOR), always, never"))
+                        "color PASS and FAIL: auto (on a terminal, unless NO_COLOR is set), always or never"))
                 ->type_name("WHEN")
                 ->take_last(),
             {"auto", "always", "never"}, /*in_help=*/false);
@@ -221,12 +218,14 @@ void add_output_flags(CLI::App& app) {
 
 int run(int argc, char** argv) {
   const Invocation invocation = read_arguments(argc, argv);
-  CLI::App program("Distributed training whose gradient is one device's, and the proof of it.", "isograd");
+  CLI::App program("Distributed training with exactly the gradient of one device, and the proof of it.",
+                   "isograd");
   program.set_version_flag("-V,--version", "isograd " ISOGRAD_VERSION ", LibTorch " ISOGRAD_LIBTORCH);
+  program.formatter(help_formatter());
   program.require_subcommand(1);
   program.footer(
-      "isograd help VERB says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
-      "was lost; 4 a defect of isograd; 128 + n: ended by signal n (docs/errors.md).");
+      "isograd help VERB prints the options of a verb. Exit status: 0 done; 1 the requested work failed;\n"
+      "2 bad input; 3 a rank was lost; 4 a defect of isograd; 128 + n ended by signal n (docs/errors.md).");
   std::vector<Verb> verbs = {train_verb(program, invocation),
                              verify_verb(program, invocation),
                              compare_verb(program),
@@ -240,7 +239,8 @@ int run(int argc, char** argv) {
                              plan_verb(program),
                              serve_verb(program, invocation),
                              launch_verb(program, invocation),
-                             completions_verb(program)};
+                             completions_verb(program),
+                             texts_verb(program)};
   for (auto& more : {data_verbs(program), bench_verbs(program, invocation)})
     verbs.insert(verbs.end(), more.begin(), more.end());
   verbs.push_back(help_verb(program));

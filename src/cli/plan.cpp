@@ -150,47 +150,57 @@ int show_plan(const PlanFlags& flags) {
 namespace isograd {
 
 Verb plan_verb(CLI::App& program) {
-  CLI::App* verb =
-      program.add_subcommand("plan", "Say which layout to train a model with, and what limits it");
+  CLI::App* verb = program.add_subcommand(
+      "plan", "Find the fastest layout that fits in memory, for training a model on a cluster");
   auto flags = std::make_shared<planner::PlanFlags>();
   add_option(*verb, "MODEL", flags->model,
-             "TOML of a run, Hugging Face directory, or layers=32,hidden=4096,...");
+             "TOML file of a run, Hugging Face directory, or sizes as in layers=32,hidden=4096,...");
   for (std::size_t i = 0; i < std::size(planner::kSizes); ++i) {
     std::string name = std::string("--") + planner::kSizes[i];
     std::ranges::replace(name, '_', '-');
     if (name == "--key-value-heads") name += ",--key-heads";  // its name until 0.1.0
-    add_option(*verb, name, flags->sizes[i], "of a model without a file", "N");
+    add_option(*verb, name, flags->sizes[i], "size of the model, in place of MODEL", "N");
   }
   std::vector<std::string> clusters = planner::built_in_clusters();
   clusters.insert(clusters.end(), {"here", "<files>"});
-  offers(add_option(*verb, "--cluster", flags->cluster,
-                    "TOML, a name of the table (h100, ...), or here: isograd calibrate's", "CLUSTER"),
+  offers(add_option(
+             *verb, "--cluster", flags->cluster,
+             "TOML file, name of a known cluster (h100, ...), or here: the measurements of isograd calibrate",
+             "CLUSTER"),
          clusters);
-  add_option(*verb, "--tokens", flags->tokens, "of the global batch: 4M; unless given, the TOML's", "N");
-  add_option(*verb, "--seq", flags->sequence, "tokens of a sequence; unless given, the TOML's, or 4096", "N");
-  add_option(*verb, "--gpus", flags->gpus, "devices of the cluster", "N");
-  is_one_of(add_option(*verb, "--dtype", flags->dtype, "unless given, the TOML's, or bfloat16", "NAME"),
+  add_option(*verb, "--tokens", flags->tokens,
+             "tokens per step over all ranks, as in 4M; default: as in the TOML file", "N");
+  add_option(*verb, "--seq", flags->sequence, "tokens per sequence; default: as in the TOML file, else 4096",
+             "N");
+  add_option(*verb, "--gpus", flags->gpus, "number of devices of the cluster", "N");
+  is_one_of(add_option(*verb, "--dtype", flags->dtype,
+                       "data type of training; default: as in the TOML file, else bfloat16", "NAME"),
             {std::begin(planner::kPrecisionNames), std::end(planner::kPrecisionNames)});
   names_strategy(
-      is_one_of(add_option(*verb, "--strategy", flags->strategy, "plan with this one alone", "NAME"),
+      is_one_of(add_option(*verb, "--strategy", flags->strategy, "consider this strategy only", "NAME"),
                 {std::begin(planner::kStrategyNames), std::end(planner::kStrategyNames)}));
-  add_option(*verb, "--top", flags->top, "layouts that are shown", "N", 1, 1000);
-  verb->add_flag("--scaling", flags->scaling,
-                 "the same on up to 131072 devices as well; here: on up to all of its ranks");
+  add_option(*verb, "--top", flags->top, "number of layouts to show", "N", 1, 1000);
+  verb->add_flag(
+      "--scaling", flags->scaling,
+      "plan for more devices too, up to 131072; with --cluster here, up to the ranks that were measured");
   add_json(*verb, flags->json, "all figures (docs/planning_reference.md)");
-  add_option(*verb, "--svg", flags->svg, "pictures go here: memory, timeline, front, scaling", "DIR");
-  add_option(*verb, "--html", flags->html, "the plan as a page goes here", "FILE.html");
-  add_option(*verb, "--write", flags->write, "the best layout as a configuration of isograd train",
-             "FILE.toml");
+  add_option(*verb, "--svg", flags->svg,
+             "write pictures to this folder: memory, timeline, speed over memory, scaling", "DIR");
+  add_option(*verb, "--html", flags->html, "write the plan as a page to this file", "FILE.html");
+  add_option(*verb, "--write", flags->write,
+             "write the best layout to this file, as a configuration of isograd train", "FILE.toml");
   add_option(*verb, "--try", flags->tries,
-             "run the best N that this machine can run, and the largest micro-batch", "N", 0, 1000);
-  add_option(*verb, "--validate", flags->rows, "instead: errors on a table of published runs", "ROWS.csv");
+             "train with the best N layouts that this machine can run, and with the largest micro-batch", "N",
+             0, 1000);
+  add_option(*verb, "--validate", flags->rows,
+             "print the errors of the predictions for a table of published runs, instead of a plan",
+             "ROWS.csv");
   verb->footer(
-      "No rank is started and no device is needed, except by --try. Numbers have their origin and an "
-      "interval.\n\n"
+      "Prints the fastest layouts that fit in memory, their predicted time and memory, and their limits.\n"
+      "Each prediction has its uncertainty, and each input names its source. Only --try starts ranks.\n\n"
       "  isograd plan examples/first_light.toml --cluster here --write best.toml\n"
       "  isograd plan models/Llama-3-8B --cluster h100 --gpus 512 --tokens 4M\n\n"
-      "Status: 0 done; 1 no layout fits, or none could be tried; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 done; 1 no layout fits, or none could be tried; 2 bad input; 4 a defect of isograd.");
   return {verb, [flags] { return planner::show_plan(*flags); }};
 }
 

@@ -23,8 +23,9 @@ std::optional<int> rank_of_several() {
 void add_run_flags(CLI::App& verb, RunFlags& flags) {
   verb.add_option("CONFIG", flags.config, "TOML file of the run (docs/configuration.md lists every key)")
       ->required();
-  add_option(verb, "--ranks", flags.ranks, "processes on this host; default 1", "N", 1, 4096);
-  add_option(verb, "--set", flags.sets, "overrides the file, e.g. --set train.steps=50; may be repeated",
+  add_option(verb, "--ranks", flags.ranks, "number of ranks, which are processes on this host", "N", 1, 4096)
+      ->default_str("1");
+  add_option(verb, "--set", flags.sets, "override a key of the file, as in --set train.steps=50",
              "KEY=VALUE");
   const auto of_key = [](CLI::Option* option, const std::string& name) {
     for (const ConfigKey& key : config_keys())

@@ -8,20 +8,22 @@
 namespace isograd {
 
 Verb report_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("report", "Lay runs over one another: figures, curves, keys");
+  CLI::App* verb =
+      program.add_subcommand("report", "Compare runs: their losses, speed, curves and differing settings");
   struct Flags {
     std::vector<std::string> runs;
     std::string html, json;
   };
   auto flags = std::make_shared<Flags>();
-  verb->add_option("RUN", flags->runs, "folders of runs (run.directory), up to 6; one may be under way")
+  verb->add_option("RUN", flags->runs, "folders of up to 6 runs (run.directory), which may still be running")
       ->required();
-  add_option(*verb, "--html", flags->html, "the curves of all runs as a page go here", "FILE.html");
+  add_option(*verb, "--html", flags->html, "write a page with the curves of all runs to this file",
+             "FILE.html");
   add_json(*verb, flags->json, "the figures");
   verb->footer(
-      "Prints each run's last step, losses and speed, and the configuration keys in which they differ.\n\n"
+      "Prints the last step, losses and speed of each run, and the configuration keys that differ.\n\n"
       "  isograd report runs/first_light runs/longer --html runs.html\n\n"
-      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 done; 2 bad input; 4 a defect of isograd.");
   const auto action = [flags] {
     const std::vector<RunRecord> runs = read_runs(flags->runs);
     std::vector<fs::path> inputs;

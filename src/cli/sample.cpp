@@ -139,41 +139,46 @@ Verb sample_verb(CLI::App& program) {
   auto flags = std::make_shared<SampleFlags>();
   SampleRequest& options = flags->options;
   verb->add_option("CHECKPOINT", flags->checkpoint,
-                   "a checkpoint, a run's folder (its latest), or a Hugging Face directory")
+                   "a checkpoint, the folder of a run (its latest checkpoint), or a Hugging Face directory")
       ->required();
   constexpr double kMany = 0x1p30;
-  add_option(*verb, "--seed", options.seed, "the same seed gives the same text or videos", "S")
+  add_option(*verb, "--seed", options.seed,
+             "seed of the random numbers: the same seed gives the same text or videos", "S")
       ->capture_default_str();
   // Flags of one kind of model are refused for the other.
   const auto text = [&](CLI::Option* option) { flags->of_text.push_back(option->group("Text models")); };
   const auto video = [&](CLI::Option* option) { flags->of_videos.push_back(option->group("Video models")); };
-  text(add_option(*verb, "--prompt", flags->prompt, "beginning of the text; empty: a new document", "TEXT"));
+  text(add_option(*verb, "--prompt", flags->prompt, "text to continue; default: begin a new document",
+                  "TEXT"));
   text(add_option(*verb, "--tokens", options.max_tokens, "maximum number of tokens", "N", 1, kMany));
   text(add_option(*verb, "--temperature", options.temperature,
-                  "divides the logits; 0: always the likeliest token", "T", 0, 1e6));
-  text(add_option(*verb, "--top-k", options.top_k, "only among the k likeliest; 0: off", "K", 0, kMany)
+                  "divides the logits; 0 always takes the most likely token", "T", 0, 1e6));
+  text(add_option(*verb, "--top-k", options.top_k, "draw from the K most likely tokens only; 0 is off", "K",
+                  0, kMany)
            ->capture_default_str());
-  text(add_option(*verb, "--top-p", options.top_p, "only among the likeliest that make up this probability",
-                  "P", 1e-9, 1));
+  text(add_option(*verb, "--top-p", options.top_p,
+                  "draw from the most likely tokens only, until their probabilities add up to P", "P", 1e-9,
+                  1));
   text(offers(
-      add_option(*verb, "--tokenizer", flags->tokenizer,
-                 "\"bytes\", a SentencePiece model or a tokenizer.json; unless given, the one kept with it",
-                 "FILE"),
+      add_option(
+          *verb, "--tokenizer", flags->tokenizer,
+          "\"bytes\", a SentencePiece model or a tokenizer.json; default: the one saved with the checkpoint",
+          "FILE"),
       {"bytes", "<files>"}));
   VideoSampleOptions& videos = flags->videos;
-  const char* known = "; default: the most that the model was trained on";
+  const char* known = "; default: the largest number that the model was trained on";
   for (const auto& [name, number, about] :
-       {std::tuple{"--videos", &videos.videos, std::string("number of videos")},
+       {std::tuple{"--videos", &videos.videos, std::string("number of videos to make")},
         {"--steps", &videos.steps, "steps of Euler's method from noise to data"},
-        {"--frames", &videos.frames, std::string("frames of a video") + known},
-        {"--height", &videos.height, std::string("pixels") + known},
-        {"--width", &videos.width, std::string("pixels") + known}})
+        {"--frames", &videos.frames, std::string("frames per video") + known},
+        {"--height", &videos.height, std::string("height in pixels") + known},
+        {"--width", &videos.width, std::string("width in pixels") + known}})
     video(add_option(*verb, name, *number, about, "N", 1, kMany));
-  video(add_option(*verb, "--out", videos.folder, "folder for them, as animated PNGs", "DIR"));
+  video(add_option(*verb, "--out", videos.folder, "folder to write the videos to, as animated PNGs", "DIR"));
   verb->footer(
       "  isograd sample runs/first_light --prompt \"// Returns the \" --temperature 0.5\n"
       "  isograd sample runs/video --videos 4 --steps 100 --out samples\n\n"
-      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 done; 2 bad input; 4 a defect of isograd.");
   return {verb, [flags] { return run(*flags); }};
 }
 

@@ -1,4 +1,4 @@
-// isograd schedule: what a pipeline's ranks would do when, without starting any.
+// isograd schedule: the schedule of a pipeline, without starting ranks.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -75,36 +75,39 @@ int show(const ScheduleFlags& flags) {
 }  // namespace
 
 Verb schedule_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("schedule", "Draw a pipeline schedule");
+  CLI::App* verb = program.add_subcommand("schedule", "Draw a pipeline schedule without running it");
   auto flags = std::make_shared<ScheduleFlags>();
-  offers(add_option(*verb, "--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", "))),
+  offers(add_option(*verb, "--kind", flags->kind,
+                    fmt::format("schedule: {}", fmt::join(pipeline_schedules(), ", ")), "NAME"),
          pipeline_schedules());
-  add_option(*verb, "--stages", flags->stages, "of the model", "", 1, 4096);
+  add_option(*verb, "--stages", flags->stages, "number of stages of the model", "N", 1, 4096);
   add_option(*verb, "--per-rank", flags->stages_of_rank,
-             "stages on each rank; unless given 2 under\ninterleaved and zb-v, 1 otherwise", "", 1, 4096);
-  add_option(*verb, "--micro-batches", flags->micro_batches, "of a step", "", 1, 100000);
-  verb->add_option("--times", flags->times,
-                   "of a stage's forward, its backward of inputs and\nthat of weights, in any unit")
+             "stages on each rank; default: 2 for interleaved and zb-v, else 1", "N", 1, 4096);
+  add_option(*verb, "--micro-batches", flags->micro_batches, "micro-batches in a step", "N", 1, 100000);
+  verb->add_option(
+          "--times", flags->times,
+          "times of a stage's forward, of its backward for inputs and of its backward for weights, in any unit")
       ->type_name("F,I,W")
       ->delimiter(',')
       ->expected(3)
       ->capture_default_str();
-  add_option(*verb, "--transfer", flags->transfer, "time from rank to rank, in which both compute", "T")
+  add_option(*verb, "--transfer", flags->transfer,
+             "time of a transfer from rank to rank, during which both compute", "T")
       ->capture_default_str();
-  add_option(*verb, "--between-halves", flags->between_halves,
-             "memory kept between the halves of a backward,\nas a part of what the forward keeps", "PART",
-             0.0, 100.0);
-  add_option(*verb, "--load", flags->load, "your own table, as --json writes it; it is checked", "FILE");
-  add_option(*verb, "--svg", flags->svg, "the picture as SVG", "FILE");
+  add_option(
+      *verb, "--between-halves", flags->between_halves,
+      "memory kept between the two halves of a backward, as a fraction of the memory that the forward keeps",
+      "FRACTION", 0.0, 100.0);
+  add_option(*verb, "--load", flags->load, "check and draw your own table, in the format that --json writes",
+             "FILE");
+  add_option(*verb, "--svg", flags->svg, "write the picture as SVG to this file", "FILE");
   add_json(*verb, flags->json, "the table");
-  verb->add_flag("--transfers", flags->transfers, "include sends and receives");
+  verb->add_flag("--transfers", flags->transfers, "show sends and receives too");
   verb->footer(
-      "A line for each stage: F forward, B backward, I and W its halves (of inputs, of "
-      "weights), with the\n"
-      "micro-batch's number; a dot where the rank waits. No rank is started and no model is "
-      "needed.\n\n"
+      "Prints a line for each stage: F is a forward and B a backward; I and W are the halves of a backward,\n"
+      "for inputs and for weights. The number is the micro-batch, and a dot means that the rank waits.\n\n"
       "  isograd schedule --kind zb-h1 --stages 4 --micro-batches 8\n\n"
-      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+      "Exit status: 0 done; 2 bad input; 4 a defect of isograd.");
   return {verb, [flags] { return show(*flags); }, true};
 }
 

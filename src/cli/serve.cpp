@@ -153,7 +153,7 @@ void check(const ServeFlags& flags) {
   const std::string& host = flags.http.host;
   if (!is_loopback(host) && flags.keys.empty() && !flags.insecure)
     refuse("--host " + host, "an address that others reach, and no --keys",
-           "keys, or --insecure to let anybody in",
+           "keys, or --insecure to serve everyone without a key",
            "Make a key with `isograd serve key TENANT >> keys.txt`, and add --keys keys.txt");
   limits_of(flags);
 }
@@ -273,49 +273,53 @@ int make_key(const std::string& tenant) {
 
 Verb serve_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb =
-      program.add_subcommand("serve", "Serve training and sampling to clients of the tinker SDK");
+      program.add_subcommand("serve", "Start a server that trains and samples for clients of the tinker SDK");
   auto flags = std::make_shared<ServeFlags>();
   constexpr double kMany = 0x1p40;
   add_option(*verb, "--model", flags->models,
-             "a base: its name for clients and its Hugging Face directory; repeatable", "NAME=DIR");
-  add_option(*verb, "--state", flags->state, "folder of this server: checkpoints, and what it accepted",
-             "DIR");
-  add_option(*verb, "--host", flags->http.host, "address to listen on; others than the loopback need --keys",
-             "HOST");
-  add_option(*verb, "--port", flags->http.port, "0: any free one", "N", 0, 65535);
-  add_option(*verb, "--keys", flags->keys, "file of API keys, made by `isograd serve key`", "FILE");
-  verb->add_flag("--insecure", flags->insecure, "let anybody in who reaches --host");
-  is_one_of(add_option(*verb, "--dtype", flags->dtype,
-                       "of weights and computing: float32, float64 or bfloat16", "TYPE"),
-            {"float32", "float64", "bfloat16"});
-  verb->add_flag("--sync", flags->sync, "survive power cuts, not only kills: an fsync before each answer");
+             "a base model: the name that clients use for it, and its Hugging Face directory", "NAME=DIR");
+  add_option(*verb, "--state", flags->state,
+             "folder for the checkpoints and the accepted requests of this server", "DIR");
+  add_option(*verb, "--host", flags->http.host,
+             "address to listen on; one that other machines reach needs --keys or --insecure", "HOST");
+  add_option(*verb, "--port", flags->http.port, "port to listen on; 0 takes any free one", "N", 0, 65535);
+  add_option(*verb, "--keys", flags->keys, "file of API keys, one line each from isograd serve key", "FILE");
+  verb->add_flag("--insecure", flags->insecure,
+                 "run without API keys: everyone who can connect to --host may use the server");
+  is_one_of(
+      add_option(*verb, "--dtype", flags->dtype, "data type of the weights and of the computation", "TYPE"),
+      {"float32", "float64", "bfloat16"});
+  verb->add_flag("--sync", flags->sync,
+                 "write each request to disk before it is answered, so that it also survives a power cut");
   add_option(*verb, "--micro-batch-tokens", flags->micro_batch_tokens,
-             "most tokens that a forward and backward sees", "N", 1, kMany);
-  add_option(*verb, "--cache-megabytes", flags->cache_megabytes, "keys and values of each sampler", "N", 1,
-             kMany);
+             "largest number of tokens in one forward and backward", "N", 1, kMany);
+  add_option(*verb, "--cache-megabytes", flags->cache_megabytes,
+             "memory for the keys and values of each sampler", "N", 1, kMany);
   std::vector<std::string> limits;
   for (const auto& [name, most] : serve::kLimits) limits.push_back(name + "=");
-  offers(add_option(*verb, "--limit", flags->limits,
-                    "a limit of each tenant, as in models=8; 0: none; repeatable", "NAME=N"),
+  offers(add_option(*verb, "--limit", flags->limits, "limit for each tenant, as in models=8; 0 is no limit",
+                    "NAME=N"),
          limits);
   add_option(*verb, "--client-config", flags->client_config,
-             "options that tinker's client takes from its server, as JSON", "JSON");
-  add_option(*verb, "--ranks", flags->run.ranks, "processes on this host that train together; default 1", "N",
-             1, 4096);
+             "settings that the server sends to tinker clients, as JSON", "JSON");
+  add_option(*verb, "--ranks", flags->run.ranks,
+             "number of ranks that train together, which are processes on this host", "N", 1, 4096)
+      ->default_str("1");
   add_option(*verb, "--set", flags->run.sets,
-             "how the ranks share a model, as in a run: strategy, cp_ring, tp, pp, ...; repeatable",
+             "how the ranks share a model, by keys of a run's configuration: strategy, cp_ring, tp, pp, ...",
              "parallel.KEY=VALUE");
-  CLI::App* status = verb->add_subcommand("status", "Show a server's models (key: TINKER_API_KEY)");
-  status->add_option("URL", flags->url, "its address")->required();
-  CLI::App* key =
-      verb->add_subcommand("key", "Make an API key: its line for the file of keys on standard output");
-  key->add_option("TENANT", flags->tenant, "whose key it is")->required();
+  CLI::App* status =
+      verb->add_subcommand("status", "Show the models of a server (API key in TINKER_API_KEY)");
+  status->add_option("URL", flags->url, "address of the server, as in http://127.0.0.1:8000")->required();
+  CLI::App* key = verb->add_subcommand("key", "Make an API key and print its line for the file of --keys");
+  key->add_option("TENANT", flags->tenant, "name of the tenant that the key belongs to")->required();
   verb->footer(
       "  isograd serve --model Qwen/Qwen3-8B=models/qwen3-8b --state server\n"
       "  isograd serve status http://127.0.0.1:8000\n"
       "  isograd serve key alice >> keys.txt\n\n"
-      "SIGINT and SIGTERM end it; the next start on the same --state goes on. docs/server.md says more.\n"
-      "Status: 0 done; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
+      "Ctrl-C and SIGTERM stop the server. It continues when it is started with the same --state again\n"
+      "(docs/server.md).\n"
+      "Exit status: 0 done; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
   return {verb, [flags, status, key, &invocation] {
             if (status->parsed()) return show_status(flags->url);
             return key->parsed() ? make_key(flags->tenant) : run(*flags, invocation);

@@ -1,12 +1,14 @@
-// Completions for shells and the man page, made from the verbs and options of the help and the
-// configuration's keys.
+// Completions for shells, the man page and the file of bin/isograd, made from the verbs and options of the
+// help and the configuration's keys.
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 
-#include "base/output.hpp"
+#include "base/files.hpp"
 #include "base/print.hpp"
+#include "cli/texts.hpp"
 #include "cli/verbs.hpp"
 #include "train/config_table.hpp"
 
@@ -29,15 +31,6 @@ std::string replaced(std::string text, const std::string& old, const std::string
 std::string in_quotes(const std::string& text) { return "'" + replaced(text, "'", "'\\''") + "'"; }
 std::string in_fish_quotes(const std::string& text) {
   return "'" + replaced(replaced(text, "\\", "\\\\"), "'", "\\'") + "'";
-}
-
-bool takes_value(const CLI::Option& option) { return option.get_items_expected_max() > 0; }
-bool is_repeatable(const CLI::Option& option) { return option.get_items_expected_max() > 1; }
-
-// "FILE.html", without the range or the choices that follow in help.
-std::string type_of(const CLI::Option& option) {
-  const std::string type = option.get_type_name();
-  return type.substr(0, type.find(':'));
 }
 
 // The words that complete a value. <files>, <folders> and <keys:PREFIX>, the configuration's, stand for
@@ -93,13 +86,6 @@ std::vector<Place> places_of(const CLI::App& app, const std::string& name = "iso
   }
   below.insert(below.begin(), std::move(own));
   return below;
-}
-
-Words flags_of(const CLI::Option& option) {
-  Words flags;
-  for (const std::string& name : option.get_snames()) flags.push_back("-" + name);
-  for (const std::string& name : option.get_lnames()) flags.push_back("--" + name);
-  return flags;
 }
 
 constexpr const char* kBash = R"(
@@ -256,7 +242,13 @@ function __isograd_complete_keys
         set -l words (string split ' ' -- $row)
         string match -q -- "$argv[1]*" $words[1]; or continue
         if string match -q -- "$words[1]=*" $token
-            for word in $words[2..]; echo "$words[1]=$word"; end
+            for word in $words[2..]
+                if test "$word" = '<files>'
+                    for file in (__fish_complete_path (string replace -- "$words[1]=" '' $token)); echo "$words[1]=$file"; end
+                else
+                    echo "$words[1]=$word"
+                end
+            end
         else
             echo "$words[1]="
         end
@@ -302,8 +294,7 @@ std::string for_fish(const std::vector<Place>& places) {
   }
   for (const ConfigKey& key : config_keys()) {
     keys += " '" + key.name;
-    for (const std::string& word : values_of(key))
-      if (word != "<files>") keys += " " + word;
+    for (const std::string& word : values_of(key)) keys += " " + word;
     keys += "'";
   }
   return fmt::format(
@@ -323,19 +314,10 @@ std::string paragraph(const CLI::Option& option) {
   Words names = flags_of(option);
   for (std::string& name : names) name = "\\fB" + roff(name) + "\\fR";
   if (option.get_positional()) names = {"\\fI" + roff(option.get_name()) + "\\fR"};
-  std::string text = fmt::format(".TP\n{}", fmt::join(names, ", ")), more = option.get_type_name();
-  if (takes_value(option) && !option.get_positional()) {
-    text += " \\fI" + roff(type_of(option)) + "\\fR";
-    more = more.find(':') == std::string::npos ? "" : more.substr(more.find(':') + 1);
-    if (more.starts_with('{')) more = replaced(more.substr(1, more.size() - 2), ",", ", ");
-    const std::string value = option.get_default_str();
-    if (!value.empty() && value != kStandardOutput)
-      more += (more.empty() ? "default " : "; default ") + value;
-    if (!more.empty()) more = " (" + more + ")";
-  } else {
-    more.clear();
-  }
-  return text + "\n" + roff(on_one_line(option.get_description()) + more) + "\n";
+  std::string text = fmt::format(".TP\n{}", fmt::join(names, ", ")), facts = facts_of(option);
+  if (takes_value(option) && !option.get_positional()) text += " \\fI" + roff(type_of(option)) + "\\fR";
+  if (!facts.empty()) facts = " (" + facts + ")";
+  return text + "\n" + roff(on_one_line(option.get_description()) + facts) + "\n";
 }
 
 // Lines with blanks before them are commands, as in help.
@@ -391,22 +373,56 @@ std::string man_page(const CLI::App& program) {
       about, verbs, common, remarks(program.get_footer(), ""));
 }
 
+namespace {
+
+std::string completions(const CLI::App& program, const std::string& shell) {
+  const std::vector<Place> places = places_of(program);
+  return shell == "bash" ? for_bash(places) : shell == "zsh" ? for_zsh(places) : for_fish(places);
+}
+
+constexpr std::array kShells = {"bash", "zsh", "fish"};
+
+// The texts that are the same in every environment, for bin/isograd.
+std::string texts_of(const CLI::App& program) {
+  std::string all;
+  const auto add = [&](const Words& words, const std::string& text) { all += text_key(words) + text; };
+  for (const Place& place : places_of(program)) {
+    const Words verbs = CLI::detail::split(place.name, ' ');
+    const std::string text = help_of(*place.app);
+    for (const char* flag : {"--help", "-h"}) {
+      Words words(verbs.begin() + 1, verbs.end());
+      words.emplace_back(flag);
+      add(words, text);
+    }
+    Words words = verbs;
+    words.front() = "help";
+    add(words, text);
+  }
+  for (const char* flag : {"--version", "-V"}) add({flag}, program.version() + "\n");
+  for (const char* shell : kShells) add({"completions", shell}, completions(program, shell));
+  add({"help", "--man"}, man_page(program));
+  return all;
+}
+
+}  // namespace
+
+Verb texts_verb(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand("texts", "")->group("");
+  const auto file = std::make_shared<std::string>();
+  verb->add_option("FILE", *file)->required();
+  return {verb, [&program, file] { return write_file(*file, texts_of(program)), 0; }};
+}
+
 Verb completions_verb(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("completions", "Print completions for a shell");
+  CLI::App* verb = program.add_subcommand("completions", "Print the completion script of a shell");
   const auto shell = std::make_shared<std::string>();
-  is_one_of(verb->add_option("SHELL", *shell, "bash, zsh or fish")->required(), {"bash", "zsh", "fish"});
+  is_one_of(verb->add_option("SHELL", *shell, "the shell")->required(), {kShells.begin(), kShells.end()});
   verb->footer(
-      "An installed isograd has them in share/, where shells look by themselves. Elsewhere:\n\n"
+      "An installed isograd has the scripts in share/, where shells find them. Otherwise load one with:\n\n"
       "  source <(isograd completions bash)\n"
       "  isograd completions fish | source\n\n"
-      "Status: 0 done; 2 bad input.");
-  return {verb, [&program, shell] {
-            const std::vector<Place> places = places_of(program);
-            print(stdout, *shell == "bash"  ? for_bash(places)
-                          : *shell == "zsh" ? for_zsh(places)
-                                            : for_fish(places));
-            return 0;
-          }};
+      "Exit status: 0 done; 2 bad input.");
+  return {verb, [&program, shell] { return print(stdout, completions(program, *shell)), 0; }};
 }
 
 }  // namespace isograd

@@ -63,7 +63,7 @@ ReportTable proof_skipped() {
 }  // namespace
 
 Verb train_verb(CLI::App& program, const Invocation& invocation) {
-  CLI::App* verb = program.add_subcommand("train", "Train a model as a configuration says");
+  CLI::App* verb = program.add_subcommand("train", "Train the model that a configuration describes");
   struct Flags : RunFlags {
     std::string json_log;
     bool memory = false;
@@ -71,24 +71,27 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   };
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
-  add_option(*verb, "--json-log", flags->json_log, "file for metrics as JSON lines (run.json_log)", "FILE");
+  add_option(*verb, "--json-log", flags->json_log,
+             "write metrics to this file, one JSON object per line (run.json_log)", "FILE");
   verb->add_flag("--overwrite", flags->overwrite,
                  "replace the checkpoints, metrics and report of an earlier run in run.directory");
-  verb->add_flag("--memory", flags->memory,
-                 "print what each rank keeps and sends, next to the formulas (run.memory)");
+  verb->add_flag(
+      "--memory", flags->memory,
+      "print the bytes that each rank keeps and sends, next to the bytes that formulas predict (run.memory)");
   add_option(*verb, "--verify-every", flags->verify_every,
-             "every N steps prove a micro-sized step and compare replicas (verify.every,\n"
+             "every N steps, prove the gradient of a small step and compare the replicas (verify.every, "
              "verify.checksums_every)",
              "N");
   verb->footer(
-      "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"
-      "A folder with an earlier run in it is left alone: name another, resume, or --overwrite.\n"
-      "Ctrl-C, SIGTERM and SIGHUP end the step on all ranks alike, save, and say how to continue.\n"
+      "Writes report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ to run.directory.\n"
+      "A folder that holds an earlier run is refused: name another one, resume, or give --overwrite.\n"
+      "Ctrl-C, SIGTERM and SIGHUP stop all ranks after the current step. isograd then saves a checkpoint\n"
+      "and prints the command that continues.\n"
       "\n"
       "  isograd train examples/first_light.toml --ranks 2\n"
       "  isograd train run.toml --set checkpoint.resume=latest\n"
       "\n"
-      "Status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
+      "Exit status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
       "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could save.");
   const auto action = [flags, &invocation] {
     std::signal(SIGPIPE, SIG_IGN);  // a run continues when its output is closed: the folder has the results

@@ -74,7 +74,8 @@ inline CLI::Option* takes_json(CLI::Option* option) {
   return option->expected(0, 1)->type_name("FILE")->default_str("-");
 }
 inline CLI::Option* add_json(CLI::App& verb, std::string& json, const std::string& what) {
-  return takes_json(verb.add_option("--json", json, what + " as JSON; without FILE in place of the text"));
+  return takes_json(verb.add_option(
+      "--json", json, "write " + what + " as JSON; without FILE, print the JSON in place of the text"));
 }
 
 // The words that shells complete an option's value with (texts.cpp), of which "<files>" stands for files.
@@ -115,6 +116,25 @@ Verb schedule_verb(CLI::App& program);
 Verb plan_verb(CLI::App& program);
 Verb serve_verb(CLI::App& program, const Invocation& invocation);
 Verb completions_verb(CLI::App& program);
+
+// Hidden: writes the file of texts that bin/isograd prints by itself.
+Verb texts_verb(CLI::App& program);
+
+// ---- help ----
+
+// "isograd data pack".
+std::string full_name(const CLI::App* app);
+// As --help and isograd help print it.
+std::string help_of(const CLI::App& app);
+std::shared_ptr<CLI::FormatterBase> help_formatter();
+
+// An option's names with their dashes, the name of its value as in "FILE.html", and more than its description
+// says: values, default, whether it is required or may be repeated, and options that it needs or excludes.
+std::vector<std::string> flags_of(const CLI::Option& option);
+std::string type_of(const CLI::Option& option);
+std::string facts_of(const CLI::Option& option);
+bool takes_value(const CLI::Option& option);
+bool is_repeatable(const CLI::Option& option);
 
 // All verbs of the program as a page for `man`, in its macros man(7).
 std::string man_page(const CLI::App& program);

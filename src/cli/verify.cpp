@@ -92,51 +92,52 @@ int server_verb(const VerifyFlags& flags) {
 
 Verb verify_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb = program.add_subcommand(
-      "verify", "Prove that the ranks' gradient is the one that one process has on the whole batch");
+      "verify", "Prove that the ranks compute the same gradient as one process on the whole batch");
   auto flags = std::make_shared<VerifyFlags>();
   add_run_flags(*verb, *flags);
   verb->get_option("CONFIG")->required(false);
   std::vector<std::string> layouts = strategy_names();
   layouts.insert(layouts.end(), {kAllLayouts, kAllMeshes});
   offers(
-      add_option(*verb, "--layout", flags->layouts,
-                 "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
-                 ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all. The\n"
-                 "configured strategy on other meshes of the ranks, which all runs too: meshes",
-                 "NAME")
+      add_option(
+          *verb, "--layout", flags->layouts,
+          "layout to test; default: the configured one. Give a strategy, optionally followed by :replicas=N "
+          "and by :share=on or :share=off. meshes tests the configured strategy on the other meshes of the "
+          "ranks; all tests every strategy and every mesh that the ranks allow",
+          "NAME")
           ->check(no_such_layout),
       layouts);
   add_json(*verb, flags->json, "the verdict");
-  add_option(*verb, "--report", flags->report, "the verdict as a page goes here", "FILE.html");
+  add_option(*verb, "--report", flags->report, "write the verdict as a page to this file", "FILE.html");
   add_option(*verb, "--dump", flags->dump,
-             "gradients of one process and of each layout go here, for isograd compare", "DIR");
+             "write the gradients of one process and of each layout to this folder, for isograd compare",
+             "DIR");
   add_option(*verb, "--minimise", flags->minimise,
-             "shrink a failure to the smallest configuration that still fails, and write it here",
-             "FILE.toml");
+             "write the smallest configuration that still fails to this file", "FILE.toml");
   const std::vector<CLI::Option*> of_runs =
       verb->get_options([&](const CLI::Option* option) { return option != verb->get_help_ptr(); });
   CLI::Option* const server =
       add_option(*verb, "--server", flags->server,
-                 "instead of a run: a training server, whose steps and samplers are compared\n"
-                 "with those of one process in fp64, and its mistakes named",
+                 "check a training server instead of a run: compare its steps and samples with those of one "
+                 "process in fp64, and name its mistakes",
                  "URL");
-  add_option(*verb, "--api-key-file", flags->key_file, "file with a key of the server; else TINKER_API_KEY",
-             "FILE")
+  add_option(*verb, "--api-key-file", flags->key_file,
+             "file with an API key of the server; default: the variable TINKER_API_KEY", "FILE")
       ->needs(server);
   add_option(*verb, "--base", flags->base,
-             "Hugging Face directory of the server's only model; else its weights are downloaded", "DIR")
+             "Hugging Face directory of the server's only model; default: download its weights", "DIR")
       ->needs(server);
-  verb->add_flag("--adapters", flags->adapters, "judge adapters alone: whole weights need more memory")
+  verb->add_flag("--adapters", flags->adapters,
+                 "check adapters only, which takes less memory than whole weights")
       ->needs(server);
   verb->footer(
-      "Makes one step of the configured run on every layout and compares each parameter's gradient with a\n"
-      "plain step in fp64 on one process. Grades: E1 exact arithmetic, E2 within rounding, E3 same bits run "
-      "to\n"
-      "run (DESIGN.md).\n\n"
+      "Runs one step of the configuration on each layout and compares every parameter's gradient with a\n"
+      "step in fp64 on one process. The grades are E1, equal in exact arithmetic; E2, equal within\n"
+      "rounding; and E3, the same bits in every run (DESIGN.md).\n\n"
       "  isograd verify examples/first_light.toml --ranks 2 --report verdict.html\n"
       "  isograd verify examples/first_light.toml --ranks 4 --layout all\n"
       "  isograd verify --server http://127.0.0.1:8000\n\n"
-      "Status: 0 proven; 1 not the same gradient, or a part of a server that could not be judged; 2 bad\n"
+      "Exit status: 0 proven; 1 the gradients differ, or part of a server could not be checked; 2 bad\n"
       "input; 3 a rank was lost; 4 a defect of isograd.");
   const auto action = [flags, of_runs, &invocation] {
     if (!flags->server.empty()) {

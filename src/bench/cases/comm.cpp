@@ -200,16 +200,16 @@ void bench_comm(Bench& bench) {
 BenchVerb comm_verb() {
   return verb(
       "comm", "Collectives compared with Gloo, MPI and memcpy",
-      "A ratio above 1 means that isograd is faster. Status: 0 measured, 2 bad input.", {.rank_counts = {2}},
-      {"torch"}, bench_comm,
-      {rank_counts("numbers of ranks; 2", 2, 64),
-       choice("--operation", &BenchOptions::operations, "which; all unless given, may be repeated",
-              kOperations, "OP"),
-       file("--svg", &BenchOptions::svg, "the picture goes here: time over size"),
-       flag("--quick", &BenchOptions::quick, "fewer sizes, less time: under 40 s"),
+      "A ratio above 1 means that isograd is faster. Exit status: 0 measured; 2 bad input.",
+      {.rank_counts = {2}}, {"torch"}, bench_comm,
+      {rank_counts("number of ranks; default: 2", 2, 64),
+       choice("--operation", &BenchOptions::operations, "operation to measure; default: all", kOperations,
+              "OP"),
+       file("--svg", &BenchOptions::svg, "write a picture of time over size to this file"),
+       flag("--quick", &BenchOptions::quick, "measure fewer sizes, in less than 40 s"),
        flag("!--no-mpi", &BenchOptions::mpi,
-            "do not compare with MPI; else it is among the peers where this build has it"),
-       number("--patience", &BenchOptions::patience, "multiplies the time for each case", 0.001, 1e3, "X")},
+            "do not compare with MPI, which takes part by default where this build has it"),
+       number("--patience", &BenchOptions::patience, "factor on the time for each case", 0.001, 1e3, "X")},
       nullptr);
 }
 

@@ -296,13 +296,14 @@ void run_context_rank(const fs::path& exchange, const std::string& name) {
 }
 
 BenchVerb context_verb() {
-  return verb("context", "One batch on context ranks, compared with one rank on all of it: time and memory",
+  return verb("context", "Time and memory of one batch split over context ranks, compared with one rank",
               status("losses or gradients"), {.seconds = 20}, {}, bench_context,
-              {cases("which sizes", names_of(context_cases())), ranks("that share the batch", 1, 64),
+              {cases("case to measure", names_of(context_cases())),
+               ranks("number of ranks that share the batch", 1, 64),
                number("--ulysses", &BenchOptions::ulysses,
-                      "of them, that exchange tokens for heads; the rest is a ring", 1, 64),
+                      "number of them that exchange tokens for heads; the others form a ring", 1, 64),
                flag("--peer", &BenchOptions::peer,
-                    "one causal document: PyTorch's ring attention over Gloo takes turns too")},
+                    "compare with PyTorch's ring attention over Gloo too, on one causal document")},
               ", for each case");
 }
 

@@ -123,9 +123,10 @@ void bench_loss(Bench& bench) {
 }  // namespace
 
 BenchVerb loss_verb() {
-  return verb("loss", "The fused linear cross entropy: LibTorch's own two operations, time and memory",
+  return verb("loss",
+              "Time and memory of the fused linear cross entropy, compared with LibTorch's two operations",
               kSpeedOrMemory + status("the losses or gradients"), {.seconds = 24}, {}, bench_loss,
-              {cases("which sizes", names_of(loss_cases()))}, ", for each case", nullptr);
+              {cases("sizes to measure", names_of(loss_cases()))}, ", for each case", nullptr);
 }
 
 }  // namespace isograd

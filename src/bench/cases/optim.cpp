@@ -237,13 +237,14 @@ void bench_optim(Bench& bench) {
 }  // namespace
 
 BenchVerb optim_verb() {
-  return verb(
-      "optim", "Sum, norm, clip and AdamW, compared with PyTorch's fused AdamW and a triad",
-      "A ratio above 1 means that isograd is faster, or nearer to the memory's limit.\n" +
-          status("the parameters of the two"),
-      {.seconds = 30}, {"torch"}, bench_optim,
-      {rank_counts("numbers of ranks; 1 and 2", 1, 64), cases("which sizes", names_of(optim_cases()))},
-      ", for each case and number of ranks");
+  return verb("optim",
+              "Sum, norm, clip and AdamW, compared with PyTorch's fused AdamW and with memory bandwidth",
+              "A ratio above 1 means that isograd is faster, or nearer to the memory bandwidth.\n" +
+                  status("the parameters of the two"),
+              {.seconds = 30}, {"torch"}, bench_optim,
+              {rank_counts("number of ranks; default: 1 and 2", 1, 64),
+               cases("size to measure", names_of(optim_cases()))},
+              ", for each case and number of ranks");
 }
 
 void run_optim_rank(const fs::path& exchange, const std::string& name) {

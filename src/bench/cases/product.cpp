@@ -216,10 +216,11 @@ double fastest_products(const StepCase& step_case, int expert_ranks) {
 
 BenchVerb product_verb() {
   return verb(
-      "product", "Each matrix product of a step by BLAS, oneDNN and brgemm, and which of them isograd takes",
-      "ISOGRAD_PRODUCTS=blas, =onednn or =brgemm has one of them multiply in fp32, in every verb.\n"
-      "Status: 0 measured, 2 bad input.",
-      {}, {}, bench_product, {cases("whose step", names_of(cases_with_products()))}, nullptr, nullptr);
+      "product", "Every matrix product of a step by BLAS, oneDNN and brgemm, with the one that isograd uses",
+      "With ISOGRAD_PRODUCTS=blas, onednn or brgemm in the environment, all verbs use that library in fp32.\n"
+      "Exit status: 0 measured; 2 bad input.",
+      {}, {}, bench_product, {cases("model whose step is measured", names_of(cases_with_products()))},
+      nullptr, nullptr);
 }
 
 }  // namespace isograd

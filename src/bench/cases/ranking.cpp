@@ -214,9 +214,9 @@ void bench_ranking(Bench& bench) {
 }  // namespace
 
 BenchVerb ranking_verb() {
-  return verb("ranking", "Ranking losses compared with the package imbalanced-losses, and with one sort",
+  return verb("ranking", "Ranking losses, compared with the package imbalanced-losses and with a sort",
               kSpeedOrMemory + status("the losses or gradients"), {.seconds = 24}, {}, bench_ranking,
-              {cases("which", names_of(kRankingCases))}, "", "imbalanced-losses");
+              {cases("case to measure", names_of(kRankingCases))}, "", "imbalanced-losses");
 }
 
 }  // namespace isograd

@@ -220,15 +220,15 @@ void bench_serve(Bench& bench) {
 }  // namespace
 
 BenchVerb serve_bench_verb() {
-  return verb("serve",
-              "The training server and the tinker client: a loop with PEFT, and transformers' generate()",
-              kSpeed + status("losses, gradients or tokens"), {.seconds = 60},
-              {"torch", "transformers", "peft", "tinker"}, bench_serve,
-              {cases("which", names_of(serve_cases())),
-               number("--threads", &BenchOptions::threads, "of each side", 1, 1024),
-               file("--skyrl", &BenchOptions::peers,
-                    "has skyrl-tx 0.3.0 (bench/peers/serve_skyrl.py): its server trains too")},
-              ", for each case");
+  return verb(
+      "serve", "The training server, compared with a loop over PEFT and with transformers' generate()",
+      kSpeed + status("losses, gradients or tokens"), {.seconds = 60},
+      {"torch", "transformers", "peft", "tinker"}, bench_serve,
+      {cases("case to measure", names_of(serve_cases())),
+       number("--threads", &BenchOptions::threads, "threads of each side", 1, 1024),
+       file("--skyrl", &BenchOptions::peers,
+            "Python that has skyrl-tx 0.3.0, to compare with its server too (bench/peers/serve_skyrl.py)")},
+      ", for each case");
 }
 
 }  // namespace isograd

@@ -345,9 +345,10 @@ void bench_pipeline(Bench& bench) {
 
 BenchVerb model_parallel(const std::string& name, const std::string& about, const std::string& axis,
                          Names packages, void (*run)(Bench&)) {
-  return verb(name, about, kSpeed + status("losses or norms"), {}, std::move(packages), run,
-              {ranks("along " + axis, 2, 8), cases("which of them", names_of(step_cases(name)))},
-              ", for each case");
+  return verb(
+      name, about, kSpeed + status("losses or norms"), {}, std::move(packages), run,
+      {ranks("number of ranks along " + axis, 2, 8), cases("case to measure", names_of(step_cases(name)))},
+      ", for each case");
 }
 
 }  // namespace
@@ -358,26 +359,28 @@ BenchVerb step_verb() {
     if (strategy.parallel == Strategy::Parallel::kData) names.push_back(strategy.name);
   BenchOption strategy =
       choice("--strategy", &BenchOptions::strategies,
-             "of several ranks, may be repeated; unless given bucketed, zero1, zero2, zero3,\n"
-             "shared, zero3-shared and bucketed-late. zero1-late, zero2-late, zero3-late and\n"
-             "shared-late are without overlap, too",
+             "strategy for several ranks; default: bucketed, zero1, zero2, zero3, shared, zero3-shared and "
+             "bucketed-late. Names that end in -late are without overlap: also zero1-late, zero2-late, "
+             "zero3-late and shared-late",
              std::move(names));
   strategy.lists_choices = false;
-  return verb("step", "Whole training steps: each of our strategies, PyTorch alone, its DDP and its FSDP2",
-              kSpeed + status("losses or norms"), {}, {"torch"}, bench_step,
-              {rank_counts("numbers of ranks to compare; 1 and 2", 1, 256),
-               cases("which sizes", names_of(step_cases("step"))), strategy,
-               flag("--compiled", &BenchOptions::compiled,
-                    "torch.compile takes part: one process, and DDP over compiled blocks"),
-               choice("--peer", &BenchOptions::peers,
-                      "of one rank, in place of eager (and compiled); bfloat16: of autocast too; repeatable",
-                      names_of(kAlone)),
-               choice("--dtype", &BenchOptions::dtype, "float32, or bfloat16 with fp32 masters",
-                      {"float32", "bfloat16"}),
-               number("--threads", &BenchOptions::threads, "of each rank, and of PyTorch's", 1, 1024, ""),
-               choice("--device", &BenchOptions::device, "cpu, or cuda: a GPU for each rank, over NCCL",
-                      {"cpu", "cuda"})},
-              ", for each case and number of ranks");
+  return verb(
+      "step", "Whole training steps by each strategy of isograd, by PyTorch alone, and by its DDP and FSDP2",
+      kSpeed + status("losses or norms"), {}, {"torch"}, bench_step,
+      {rank_counts("number of ranks; default: 1 and 2", 1, 256),
+       cases("size of the model to measure", names_of(step_cases("step"))), strategy,
+       flag("--compiled", &BenchOptions::compiled,
+            "compare with torch.compile too: on one process, and under DDP with compiled blocks"),
+       choice(
+           "--peer", &BenchOptions::peers,
+           "how PyTorch runs on one rank; default: eager, compiled with --compiled, and autocast for bfloat16",
+           names_of(kAlone)),
+       choice("--dtype", &BenchOptions::dtype, "data type; bfloat16 has fp32 master weights",
+              {"float32", "bfloat16"}),
+       number("--threads", &BenchOptions::threads, "threads of each rank, and of PyTorch's", 1, 1024),
+       choice("--device", &BenchOptions::device,
+              "device of a rank; cuda takes a GPU for each rank, over NCCL", {"cpu", "cuda"})},
+      ", for each case and number of ranks");
 }
 BenchVerb tensor_verb() {
   return model_parallel(

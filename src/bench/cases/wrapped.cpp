@@ -51,13 +51,12 @@ void bench_wrapped(Bench& bench) {
 }  // namespace
 
 BenchVerb wrapped_verb() {
-  return verb("wrapped",
-              "PyTorch's DDP and FSDP2 over isograd and over Gloo: only the name of the backend differs",
-              "Status: 0 compared, 1 the losses of the two differ, 2 bad input.", {.seconds = 24}, {"torch"},
-              bench_wrapped,
-              {choice("--case", &BenchOptions::cases, "ddp or fsdp2; both unless given", {"ddp", "fsdp2"}),
-               ranks("processes", 2, 64),
-               choice("--size", &BenchOptions::size, "of the model and the batch",
+  return verb("wrapped", "PyTorch's DDP and FSDP2, with isograd and with Gloo as the backend",
+              "Exit status: 0 compared; 1 the losses of the two differ; 2 bad input.", {.seconds = 24},
+              {"torch"}, bench_wrapped,
+              {choice("--case", &BenchOptions::cases, "wrapper to measure; default: both", {"ddp", "fsdp2"}),
+               ranks("number of ranks", 2, 64),
+               choice("--size", &BenchOptions::size, "size of the model and the batch",
                       {"tiny", "communication", "medium", "compute"})},
               ", for each case");
 }
