@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import warm_python
-from conftest import BINARY, FULL, ROOT, finished, isograd, ran, run_python
+from conftest import BINARY, FULL, PROGRAM, ROOT, finished, isograd, ran, run_python
 
 
 def quoted_blocks(markdown):
@@ -181,6 +181,48 @@ def test_a_page_outside_reference_is_short(page):
 def test_words_are_those_outside_code():
     assert count_of_words("# One two\n<!-- no: no -->\n```bash\nno no\n```\n| three | 4 |\n|---|---|\n- five · six\n") == 6
     assert count_of_words("word " * 1501) == 1501
+
+
+def sentences(markdown):
+    """Those outside code and comments. A row of a list and a cell of a table begin new ones."""
+    prose = re.sub(r"^ *```.*?^ *```|<!--.*?-->|^#.*?$", "", markdown, flags=re.M | re.S)
+    prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose)
+    prose = re.sub(r"^\|.*", lambda row: row[0].replace("|", "\n\n"), prose, flags=re.M)
+    rows = re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", prose, flags=re.M)
+    return [part for row in rows for part in re.split(r"(?<=[.!?])[\"')]*\s+(?=[A-Z`\"(*\d])", " ".join(row.split())) if part]
+
+
+def sentences_of_help(said):
+    """Each option with its description, and those of the remarks. Lists of values and facts in parentheses are left out."""
+    rows = re.split(r"\n\n|\n(?=  \S)", said)
+    return [part for row in rows for part in re.split(r"(?<=[.!?:;])\s+", " ".join(re.sub(r"\([^()]*\)", "", row).split()))]
+
+
+def too_long(found):
+    """Of more than 35 words, or begun by words that let the reader wait for the subject."""
+    return [one for one in found if sum(re.search(r"\w", word) is not None for word in one.split()) > 35
+            or (re.match(r"(What|Of) ", one) and not one.endswith("?"))]
+
+
+def test_sentences_are_short():
+    """In what a newcomer reads: the README, the tutorials and the help of every verb."""
+    told = {page: sentences(page.read_text()) for page in [ROOT / "README.md", *ROOT.glob("docs/tutorial_*.md")]}
+    for record in PROGRAM.with_suffix(".texts").read_text().split("\0>")[1:]:
+        words, said = record.split("\0\0")
+        if words.endswith("--help"):
+            told[words] = sentences_of_help(said)
+    assert len(told) > 35 and all(len(found) > 3 for found in told.values())
+    bad = {place: long for place, found in told.items() if (long := too_long(found))}
+    assert not bad
+
+
+def test_a_long_sentence_is_found():
+    long = "It is " + "very " * 33 + "long."
+    for text in (f"Short. {long} Short.", f"- a\n- {long}\n", f"| a |\n|---|\n| {long} | b |\n", f"[Short]({long}).\n\n{long}"):
+        assert too_long(sentences(text)) == [long], text
+    assert too_long(sentences(f"```\n{long}\n```\n{long.replace('very', '', 1)} What is it?")) == []
+    assert too_long(sentences("What is read is short. It is.")) == ["What is read is short."]
+    assert too_long(sentences_of_help(f"Options:\n  --a N     short\n  --b       {long}\n")) == [f"--b {long}"]
 
 
 @pytest.mark.full
