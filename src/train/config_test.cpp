@@ -210,6 +210,7 @@ TEST(Config, NamesOfOtherTrainersLeadToOurs) {
       {{"[schedule]\nlr = 1\n", {"run.toml:2", "\"schedule.lr\". Did you mean \"schedule.peak\"? Expected"}},
        {"[training]\nsteps = 1\n", {"run.toml:1", "Did you mean \"train\"? Expected one of"}},
        {"[parallel]\ndevice = \"gpu\"\n", {"Did you mean \"cuda\"? Expected one of"}},
+       {"[parallel]\nbackend = \"gloo\"\n", {"mean \"shm\" (on one host; docs/hosts.md has several)?"}},
        // Another key's value is no suggestion.
        {"[model]\nkind = \"gpu\"\n", {"found \"gpu\"; expected one of"}}});
 }
@@ -446,6 +447,12 @@ TEST(ConfigOfRanks, KeysOfShardsAreRefusedWithoutShards) {
         refused_of(4, fmt::format("[parallel]\nstrategy = \"{}\"\nreplicas = 2\ncp_fsdp_mode = \"none\"\n",
                                   strategy)),
         "accepted");
+}
+
+TEST(ConfigOfRanks, AnUnknownStrategyIsNoPlainOne) {
+  for (const auto& name : strategy_names()) EXPECT_EQ(config_error_of([&] { stage_of(name); }), "no error");
+  for (const char* name : {"zero4", "ddp", ""})
+    EXPECT_THAT(config_error_of([&] { stage_of(name); }), HasSubstr("naive, overlapped, bucketed, zero1"));
 }
 
 TEST(ConfigOfRanks, OneCopyOfTheParametersNeedsRanksThatShareIt) {
