@@ -69,6 +69,42 @@ TEST(FusedLoss, OfARunIsTheSameUnderEverySetting) {
   }
 }
 
+// PyTorch's own cross entropy with smoothed labels, and PaLM's term by its definition.
+TEST(FusedLoss, SmoothsLabelsAndAddsTheSquaredPartitionAsDefined) {
+  for (const bool tied : {false, true})
+    for (const bool weighted : {false, true}) {
+      at::manual_seed(8);
+      const verify_test::Small small{.tied = tied};
+      DecoderLM model(small.shape(), at::kDouble, 3);
+      Batch batch = make_batch(40, model.config().vocabulary);
+      if (weighted) batch.weights = at::rand({40}, at::kDouble);
+      const at::Tensor weights = weighted ? batch.weights : at::ones({40}, at::kDouble);
+      const auto wanted_of = [&](double smoothing, double z) {
+        const at::Tensor logits = model.logits(batch), valid = batch.targets.ne(kIgnoreIndex);
+        const at::Tensor each =
+            at::cross_entropy_loss(logits, batch.targets, {}, at::Reduction::None, kIgnoreIndex, smoothing);
+        return (weights * valid * (each + z * logits.logsumexp(1).square())).sum();
+      };
+      for (const char* fused : {"off", "on"})
+        for (const auto& [smoothing, z] : {std::pair(0.1, 0.0), {0.0, 0.01}, {0.3, 0.02}}) {
+          RunConfig config = configured(fused);
+          config.loss.label_smoothing = smoothing, config.loss.z_loss = z;
+          const at::Tensor loss = forward_loss(model, config)(batch)[0].sum, wanted = wanted_of(smoothing, z);
+          EXPECT_NEAR(loss.item<double>(), wanted.item<double>(), 1e-12 * wanted.item<double>());
+          const auto found = gradients(model, loss), expected = gradients(model, wanted);
+          const auto plain = gradients(model, wanted_of(0, 0));
+          for (std::size_t i = 0; i < expected.size(); ++i) {
+            EXPECT_LT(relative(found[i], expected[i]), 1e-12) << fused << ", " << model.named()[i].first;
+            EXPECT_GT(relative(found[i], plain[i]), 1e-3) << "the terms change nothing";
+          }
+          const at::NoGradGuard evaluation;
+          EXPECT_NEAR(forward_loss(model, config)(batch)[0].sum.item<double>(),
+                      wanted_of(0, 0).item<double>(), 1e-12 * wanted.item<double>())
+              << "an evaluation is of the plain cross entropy";
+        }
+    }
+}
+
 TEST(FusedLoss, IsChosenByTheMemoryOfTheLogits) {
   EXPECT_FALSE(fuses_loss(configured("auto"), 4096, 8192, 4));
   EXPECT_FALSE(fuses_loss(configured("auto"), 4096, 16384, 4));  // 256 MiB

@@ -1,4 +1,5 @@
-"""train.clip_groups, train.part_norms: runs on ranks compared with one process, what is logged, resumed, verified and refused."""
+"""train.clip_groups, optimizer.groups, train.part_norms: runs on ranks compared with one process, what is logged, resumed, verified and
+refused."""
 import json
 
 import pytest
@@ -46,6 +47,20 @@ def test_verify_clips_each_group_by_its_own_norm(config, tmp_path):
     assert grades["E1"]["state"] == grades["E2"]["state"] == "pass"
 
 
+def test_ranks_update_groups_and_smooth_labels_as_one_process_does(config, tmp_path):
+    told = ['optimizer.groups=["*.mlp.*: rate=3", "*norm.weight: rate=0.5 weight_decay=0.4"]', "loss.label_smoothing=0.1", "loss.z_loss=0.01",
+            "schedule.kind=wsd", "schedule.decay=2", "schedule.warmup=0", "schedule.peak=0.01", "train.steps=4"]
+    alone = train(config, tmp_path / "one", *told)
+    peak, floor = 0.01, 0.001
+    assert [row["learning_rate"] for row in alone] == pytest.approx([peak, peak, peak, (peak + floor) / 2], rel=1e-12)
+    several = train(config, tmp_path / "four", *told, "--ranks", 4, "parallel.tp=2", "parallel.strategy=zero1")
+    assert [row["loss"] for row in several] == pytest.approx([row["loss"] for row in alone], rel=1e-10)
+    for left_out in range(3):  # each changes the run
+        other = train(config, tmp_path / str(left_out), *told[:left_out], *told[left_out + 1:])
+        assert other[-1]["loss"] != pytest.approx(alone[-1]["loss"], rel=1e-6)
+    assert "*.mlp.*: rate=3" in (tmp_path / "four/report.html").read_text()
+
+
 def test_norms_of_layers_are_those_of_one_process(config, tmp_path):
     """On a mesh of three axes, where a layer's elements lie in one stage, on two tp ranks, in two shards."""
     layers = "train.part_norms=layers"
@@ -59,9 +74,14 @@ def test_norms_of_layers_are_those_of_one_process(config, tmp_path):
     assert [row["norms"] for row in longer[:3]] == [row["norms"] for row in rows["one"]]
 
 
-@pytest.mark.parametrize("groups, said", [
-    ('["*.nothing.*: 1"]', "fits no trained parameter"), ('["*.mlp.*: 1", "*.weight: 1"]', "in two groups"),
-    ('["*.mlp.*: 0"]', "no number above 0"), ('["*.mlp.*"]', "names no limit"), ('["a: 1", "a: 2"]', "there already")])
-def test_bad_groups_are_refused(config, groups, said):
-    for verb, more in (("train", ["--ranks", 2]), ("layout", [])):
-        assert said in isograd(verb, config, *more, f"train.clip_groups={groups}", status=2).stderr
+@pytest.mark.parametrize("key, groups, said", [
+    ("train.clip_groups", '["*.nothing.*: 1"]', "fits no trained parameter"),
+    ("train.clip_groups", '["*.mlp.*: 1", "*.weight: 1"]', "in two groups"), ("train.clip_groups", '["*.mlp.*: 0"]', "no number above 0"),
+    ("train.clip_groups", '["*.mlp.*"]', "has no colon"), ("train.clip_groups", '["a: 1", "a: 2"]', "there already"),
+    ("optimizer.groups", '["*.nothing.*: rate=1"]', "fits no trained parameter"),
+    ("optimizer.groups", '["*.mlp.*: rate=1", "*up_proj*: rate=1"]', "in two groups"),
+    ("optimizer.groups", '["*.mlp.*: weight_decay=-1"]', "no number of 0 or more")])
+def test_bad_groups_are_refused(config, key, groups, said):
+    for verb, more in (("train", ["--ranks", 2]), ("verify", ["--ranks", 2]), ("layout", [])):
+        message = isograd(verb, config, *more, f"{key}={groups}", status=2).stderr
+        assert said in message and key in message

@@ -19,8 +19,9 @@ STANDIN = BUILD / "tests/libisograd_standin_gpu.so"
 COMMON = {"run": {"directory": "{folder}/run", "peak_tflops": 1}, "data": {"validation_fraction": 0.2},
           "train": {"steps": 3, "evaluate_every": 2, "evaluate_packs": 2}, "parallel": {"timeout_seconds": 60}}
 TABLES = {
-    "text": text_tables(5, 1, 32, (16, 2, 4, 2, 4, 24), **COMMON, model={"max_positions": 64}, loss={"kind": "sample_mean"},
-                        sample={"tokens": 8}),
+    "text": text_tables(5, 1, 32, (16, 2, 4, 2, 4, 24), **COMMON, model={"max_positions": 64},
+                        loss={"kind": "sample_mean", "label_smoothing": 0.1, "z_loss": 0.01}, sample={"tokens": 8},
+                        optimizer={"groups": ["*.mlp.*: rate=2 weight_decay=0.3", "*norm.weight: rate=0.5 weight_decay=0.2"]}),
     "video": {**COMMON, "batch": {"videos_per_step": 5, "tokens_per_micro_batch": 30},
               "model": {"kind": "video", "hidden": 16, "layers": 2, "heads": 4, "head_dim": 4, "feed_forward": 24,
                         "initializer_range": 0.1},

@@ -7,7 +7,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isograd/group.hpp"
@@ -43,12 +45,25 @@ class Optimizer {
   virtual void set_missed_updates(Missed /*missed*/) {}
 };
 
+// Parameters with a learning rate and a weight decay of their own, as a parameter group of torch.optim.
+struct ParameterGroup {
+  std::string pattern;  // matches parameters' names; * stands for any text
+  double rate = 1;      // times the optimizer's learning rate
+  // Every parameter of the group has it, vectors too. Not given: the optimizer's, where Slot::decays.
+  std::optional<double> weight_decay{};
+};
+// ConfigError: a pattern that fits no trained parameter of `named`, a parameter that two patterns fit. Call
+// it with the whole model's parameters; an optimizer refuses only what is in two groups.
+void check_groups(const std::vector<ParameterGroup>& groups,
+                  const std::vector<std::pair<std::string, at::Tensor>>& named);
+
 struct AdamWOptions {
   double learning_rate = 3e-4;
   double beta1 = 0.9;
   double beta2 = 0.95;
   double epsilon = 1e-8;
-  double weight_decay = 0.1;  // decoupled (Loshchilov & Hutter 2019); only where Slot::decays
+  double weight_decay = 0.1;             // decoupled (Loshchilov & Hutter 2019); only where Slot::decays
+  std::vector<ParameterGroup> groups{};  // all other parameters are updated by the options above
 };
 // Its options may change before each update.
 class AdamW : public Optimizer {
@@ -68,17 +83,27 @@ struct SgdOptions {
   double learning_rate = 0.1;
   double momentum = 0;
   double weight_decay = 0;
+  std::vector<ParameterGroup> groups{};
 };
 std::unique_ptr<Optimizer> sgd(const SgdOptions& options);
 
-// Warm-up: (step + 1) / (warmup + 1) of the peak; then constant, or cosine to `floor` × peak at `total`.
+// The learning rate of step i, from 0. In the warm-up it is (i + 1) / (warmup + 1) of the peak. From step
+// `start` on it goes down to `floor` times the peak, which step `total` and later ones have:
+//   peak · (floor + (1 − floor) · s(p)),  p = (i − start) / (total − start)
+// p is that of transformers (get_wsd_schedule) and torchtitan (linear_warmup_stable_decay). kCosine and
+// kLinear start after the warm-up; kConstant and kWsd (warm-up, stable, decay: Hu et al. 2024, arXiv
+// 2404.06395) `decay` steps before the end, and have the peak until then.
 struct Schedule {
-  enum class Kind { kConstant, kCosine } kind = Kind::kCosine;
+  enum class Kind { kConstant, kCosine, kLinear, kWsd } kind = Kind::kCosine;
   double peak = 3e-4;
   std::int64_t warmup = 0;
   std::int64_t total = 1;
   double floor = 0.1;
-  double at(std::int64_t step) const;  // step counts from 0
+  std::int64_t decay = 0;  // steps; kConstant and kWsd only. kConstant without: the peak for ever
+  // s of kConstant and kWsd: 1 − p, (1 + cos πp) / 2 or 1 − √p (Hägele et al. 2024, arXiv 2405.18392).
+  enum class Shape { kLinear, kCosine, kOneMinusSqrt } shape = Shape::kLinear;
+  // ConfigError: kWsd without `decay`, a decay that is negative or longer than total − warmup.
+  double at(std::int64_t step) const;
 };
 
 // ---- the exact global norm: every element counted once, by its owner (docs/norm.md) ----

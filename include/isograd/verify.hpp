@@ -207,6 +207,10 @@ struct DeclaredLoss {
   // For means of replicas' means: the step as the replicas see it. Rank 0. Not given: one mean over `whole`.
   std::function<std::vector<MicroBatches>()> replicas;
 
+  // Terms of the cross entropy of logits [T, V], as in CrossEntropyOptions. Smoothing is that of
+  // torch.nn.functional.cross_entropy.
+  double label_smoothing = 0, z_loss = 0;
+
   // Plain loss of each token [T] from the model's outputs [T, ...], instead of the cross entropy of logits.
   std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)> per_token{};
 

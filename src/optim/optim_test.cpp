@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -6,6 +7,7 @@
 #include <cmath>
 #include <functional>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "layout/flat.hpp"
@@ -296,6 +298,145 @@ TEST(Optimizer, StateSurvivesACopyBitForBit) {
   EXPECT_TRUE(sgd({})->state(setup.buckets).empty());
 }
 
+// ---- groups ----
+
+// The parameters of the workbench are p0 [7, 5], p1 [5], p2 [1], p3 [33, 4], p4 [129] and p5 [300, 300].
+const std::vector<ParameterGroup> kGroups = {{.pattern = "*1", .rate = 0.25, .weight_decay = 0.4},
+                                             {.pattern = "p4", .rate = 3},
+                                             {.pattern = "p0", .weight_decay = 0},
+                                             {.pattern = "p5*", .rate = 0}};
+
+// Ours with these groups against LibTorch's optimizer with a group for each parameter: {rate, weight decay}.
+template <typename Theirs, typename Options>
+double compare_groups(at::ScalarType type, Optimizer& ours, const Options& base, double decay,
+                      std::int64_t bucket_bytes) {
+  Workbench setup(type, bucket_bytes);
+  const std::pair<double, double> wanted[] = {{1, 0}, {0.25, 0.4}, {1, 0}, {1, decay}, {3, 0}, {0, decay}};
+  std::vector<at::Tensor> copies;
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (std::size_t i = 0; i < setup.parameters.size(); ++i) {
+    copies.push_back(setup.parameters[i].tensor.detach().clone().requires_grad_(true));
+    Options own = base;
+    own.lr(base.lr() * wanted[i].first).weight_decay(wanted[i].second);
+    groups.emplace_back(std::vector<at::Tensor>{copies[i]}, std::make_unique<Options>(own));
+  }
+  Options others = base;  // LibTorch fills fields that hold their default from these
+  Theirs theirs(groups, others.weight_decay(0));
+  double worst = 0;
+  for (int step = 0; step < 12; ++step) {
+    setup.draw_gradients(step);
+    setup.each_slot([&](std::size_t b, const Slot& slot) {
+      copies[slot.index].mutable_grad() = slot_view(setup.buckets[b].gradients, slot).clone();
+    });
+    const double rate = base.lr() / (1 + step % 3);  // as a schedule does
+    ours.set_learning_rate(rate);
+    for (std::size_t g = 0; g < copies.size(); ++g)
+      static_cast<Options&>(theirs.param_groups()[g].options()).lr(rate * wanted[g].first);
+    ours.update(setup.buckets, 1);
+    theirs.step();
+    for (std::size_t i = 0; i < copies.size(); ++i)
+      worst = std::max(worst, relative_distance(setup.parameters[i].tensor.detach(), copies[i].detach()));
+  }
+  EXPECT_EQ(setup.padding(), 0);
+  return worst;
+}
+
+TEST(Groups, AreThoseOfLibTorch) {
+  const auto adam = torch::optim::AdamWOptions(0.01).betas({0.9, 0.95}).eps(1e-6);
+  const auto plain = torch::optim::SGDOptions(0.05).momentum(0.9);
+  const auto adam_of = [](std::vector<ParameterGroup> groups) {
+    return adamw({.learning_rate = 0.01,
+                  .beta1 = 0.9,
+                  .beta2 = 0.95,
+                  .epsilon = 1e-6,
+                  .weight_decay = 0.2,
+                  .groups = std::move(groups)});
+  };
+  const auto sgd_of = [](std::vector<ParameterGroup> groups) {
+    return sgd({.learning_rate = 0.05, .momentum = 0.9, .weight_decay = 0.3, .groups = std::move(groups)});
+  };
+  for (const auto type : {at::kDouble, at::kFloat})
+    for (const std::int64_t bytes : {1, 600, 1 << 20}) {
+      const auto adam_error = [&](std::vector<ParameterGroup> groups) {
+        return compare_groups<torch::optim::AdamW>(type, *adam_of(std::move(groups)), adam, 0.2, bytes);
+      };
+      const auto sgd_error = [&](std::vector<ParameterGroup> groups) {
+        return compare_groups<torch::optim::SGD>(type, *sgd_of(std::move(groups)), plain, 0.3, bytes);
+      };
+      EXPECT_LT(adam_error(kGroups), bound(type)) << bytes;
+      EXPECT_LT(sgd_error(kGroups), bound(type)) << bytes;
+      // Planted: one group fewer, and each setting of one changed.
+      for (std::size_t left = 0; left < kGroups.size(); ++left) {
+        auto fewer = kGroups;
+        fewer.erase(fewer.begin() + static_cast<std::ptrdiff_t>(left));
+        EXPECT_GT(adam_error(fewer), 1e-3) << left;
+        EXPECT_GT(sgd_error(fewer), 1e-3) << left;
+      }
+      auto wrong = kGroups;
+      wrong[0].weight_decay = std::nullopt;  // a vector then has none
+      EXPECT_GT(adam_error(wrong), 1e-4);
+      EXPECT_GT(sgd_error(wrong), 1e-4);
+    }
+}
+
+TEST(Groups, OfADeviceDivideItsLongRuns) {
+  Workbench setup(at::kFloat, 1 << 20);
+  ASSERT_EQ(setup.buckets.size(), 1u);
+  const Bucket& bucket = setup.buckets[0];
+  EXPECT_EQ(long_runs_of(bucket).size(), 1u);
+  const auto runs = long_runs_of(bucket, [](const Slot& slot) {
+    return Individual{.decays = slot.decays, .group = slot.name == "p3" ? 0 : -1};
+  });
+  ASSERT_EQ(runs.size(), 3u);  // p5 and p4, p3, the rest
+  std::int64_t end = 0;
+  for (const LongRun& run : runs) {
+    EXPECT_EQ(run.range.begin, end);
+    end = run.range.end;
+    for (const auto& part : run.parts) EXPECT_EQ(part.of.group, run.parts.front().of.group);
+  }
+  EXPECT_EQ(end, bucket.plan.numel);
+  EXPECT_EQ(runs[1].parts.front().of.group, 0);
+}
+
+TEST(Groups, AreRefusedWhereTheySayTwoThingsOrNothing) {
+  using ::testing::HasSubstr;
+  const auto told = [](std::vector<ParameterGroup> groups) {
+    return error_testing::error_of([&] { adamw({.groups = groups}); });
+  };
+  EXPECT_THAT(told({{.pattern = ""}}), HasSubstr("a pattern of 0 characters"));
+  EXPECT_THAT(told({{.pattern = std::string(1001, '*')}}), HasSubstr("a pattern of 1001 characters"));
+  EXPECT_THAT(told({{.pattern = "a"}, {.pattern = "a"}}), HasSubstr("a, given twice"));
+  for (const double number : {-1.0, double(NAN), double(INFINITY)}) {
+    EXPECT_THAT(told({{.pattern = "a", .rate = number}}), HasSubstr("a with rate"));
+    EXPECT_THAT(told({{.pattern = "a", .weight_decay = number}}), HasSubstr("a with weight_decay"));
+    EXPECT_THAT(error_testing::error_of([&] { sgd({.groups = {{.pattern = "a", .rate = number}}}); }),
+                HasSubstr("SGD groups: found a with rate"));
+  }
+  Workbench setup(at::kFloat);
+  const auto optimizer = adamw({.groups = {{.pattern = "p*"}, {.pattern = "*3"}}});
+  EXPECT_THAT(error_testing::error_of([&] { optimizer->update(setup.buckets, 1); }),
+              HasSubstr("p3 in two groups, p* and *3"));
+  const auto later = adamw({});
+  later->update(setup.buckets, 1);
+  EXPECT_THAT(error_testing::error_of([&] {
+                later->set_options({.groups = {{.pattern = "p*"}, {.pattern = "*3"}}});
+              }),
+              HasSubstr("p3 in two groups"));
+  later->update(setup.buckets, 1);  // a refused call changes nothing
+
+  const std::vector<std::pair<std::string, at::Tensor>> named = {
+      {"a.weight", at::zeros({1}).requires_grad_()}, {"frozen.weight", at::zeros({1})}};
+  check_groups({{.pattern = "a.*"}}, named);
+  EXPECT_THAT(error_testing::error_of([&] { check_groups({{.pattern = "b.*"}}, named); }),
+              HasSubstr("b.*, which fits no trained parameter"));
+  EXPECT_THAT(error_testing::error_of([&] { check_groups({{.pattern = "frozen.*"}}, named); }),
+              HasSubstr("fits no trained"));
+  EXPECT_THAT(error_testing::error_of([&] {
+                check_groups({{.pattern = "a.*"}, {.pattern = "*.weight"}}, named);
+              }),
+              HasSubstr("a.weight in two groups, a.* and *.weight"));
+}
+
 TEST(Optimizer, RefusesImpossibleOptions) {
   EXPECT_THROW(adamw({.beta1 = 1}), ConfigError);
   EXPECT_THROW(adamw({.beta2 = -0.1}), ConfigError);
@@ -312,7 +453,7 @@ TEST(Runs, CoverTheBucketOnceWithTheRightDecay) {
       at::Tensor seen = at::zeros({bucket.plan.numel}), decays = at::zeros({bucket.plan.numel});
       for (const auto& run : runs_of(bucket)) {
         seen.narrow(0, run.range.begin, run.range.size()) += 1;
-        decays.narrow(0, run.range.begin, run.range.size()) += run.decays ? 1 : 0;
+        decays.narrow(0, run.range.begin, run.range.size()) += run.of.decays ? 1 : 0;
       }
       EXPECT_TRUE(at::equal(seen, at::ones_like(seen)));
       for (const Slot& slot : bucket.plan.slots)
@@ -401,6 +542,44 @@ TEST(Schedule, WarmsUpAndDecays) {
   EXPECT_DOUBLE_EQ(constant.at(9), 3);
   const Schedule all_warmup{.peak = 1, .warmup = 5, .total = 5};
   EXPECT_DOUBLE_EQ(all_warmup.at(5), 1);
+}
+
+// Four steps of warm-up in 20, of a peak of 3 and a floor of 0.2. Each wanted number is written out.
+TEST(Schedule, OfEachKindHasItsValuesAtTheBorders) {
+  using Kind = Schedule::Kind;
+  using Shape = Schedule::Shape;
+  const auto of = [](Kind kind, std::int64_t decay = 0, Shape shape = Shape::kLinear) {
+    return Schedule{
+        .kind = kind, .peak = 3, .warmup = 4, .total = 20, .floor = 0.2, .decay = decay, .shape = shape};
+  };
+  const double pi = std::acos(-1.0);
+  struct Row {
+    const char* name;
+    Schedule schedule;
+    std::vector<std::pair<std::int64_t, double>> wanted;  // fraction of the peak
+  };
+  const Row rows[] = {
+      {"cosine", of(Kind::kCosine), {{4, 1}, {5, 0.2 + 0.4 * (1 + std::cos(pi / 16))}, {12, 0.6}}},
+      {"linear", of(Kind::kLinear), {{4, 1}, {5, 1 - 0.8 / 16}, {12, 0.6}, {19, 0.2 + 0.8 / 16}}},
+      {"constant", of(Kind::kConstant), {{4, 1}, {12, 1}, {19, 1}, {20, 1}, {500, 1}}},
+      {"constant, decay", of(Kind::kConstant, 5), {{14, 1}, {15, 1}, {16, 0.84}, {19, 0.36}, {20, 0.2}}},
+      {"wsd", of(Kind::kWsd, 5), {{4, 1}, {14, 1}, {15, 1}, {16, 0.84}, {19, 0.36}, {20, 0.2}, {99, 0.2}}},
+      {"wsd, cosine", of(Kind::kWsd, 4, Shape::kCosine), {{16, 1}, {18, 0.6}, {20, 0.2}}},
+      {"wsd, 1-sqrt", of(Kind::kWsd, 4, Shape::kOneMinusSqrt), {{16, 1}, {17, 0.6}, {20, 0.2}, {21, 0.2}}},
+      {"wsd, no stable part", of(Kind::kWsd, 16), {{4, 1}, {12, 0.6}, {19, 0.25}, {20, 0.2}}}};
+  for (const Row& row : rows) {
+    for (std::int64_t step = 0; step < 4; ++step)
+      EXPECT_DOUBLE_EQ(row.schedule.at(step), 3 * 0.2 * static_cast<double>(step + 1)) << row.name;
+    for (const auto& [step, wanted] : row.wanted)
+      EXPECT_NEAR(row.schedule.at(step), 3 * wanted, 1e-14) << row.name << ", step " << step;
+    for (std::int64_t step = 4; step < 30; ++step)
+      EXPECT_LE(row.schedule.at(step + 1), row.schedule.at(step)) << row.name << ", step " << step;
+  }
+  for (const Schedule& wrong :
+       {of(Kind::kWsd), of(Kind::kWsd, -1), of(Kind::kWsd, 17), of(Kind::kConstant, 17)})
+    EXPECT_THAT(error_testing::error_of([&] { wrong.at(0); }),
+                ::testing::HasSubstr("steps in 20, 4 of them"));
+  EXPECT_DOUBLE_EQ(of(Kind::kCosine, 17).at(12), 3 * 0.6) << "its decay is not looked at";
 }
 
 }  // namespace

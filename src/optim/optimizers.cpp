@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <set>
 #include <type_traits>
 
+#include "base/pattern.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "kernels/gpu/kernels.hpp"
@@ -16,12 +18,25 @@
 namespace isograd {
 namespace {
 
+[[noreturn]] void refuse_two(const std::string& where, const std::string& name, const std::string& first,
+                             const std::string& second) {
+  refuse(where, fmt::format("{} in two groups, {} and {}", name, first, second),
+         "each parameter in one group at most", "Make the patterns such that they exclude one another");
+}
+
 template <typename T>
 T* elements(const at::Tensor& flat, Range range) {
   if constexpr (std::is_same_v<T, kernels::Bfloat16>)
     return static_cast<T*>(flat.mutable_data_ptr()) + range.begin;
   else
     return flat.mutable_data_ptr<T>() + range.begin;
+}
+
+// The scalars of a long run are made from its parameters that decay.
+Individual decaying(const LongRun& run) {
+  Individual of = run.parts.front().of;
+  of.decays = true;
+  return of;
 }
 
 // Where roundings of fp32 masters go; else null.
@@ -69,11 +84,12 @@ class FlatOptimizer : public Interface {
   // `ours` for each run, on the threads of this rank; on a device `theirs` for each long run.
   template <typename Ours, typename Theirs>
   void for_each_run(const Bucket& bucket, const Ours& ours, const Theirs& theirs) const {
+    const IndividualOf individual = [this](const Slot& slot) { return individual_of(slot); };
     if (!bucket.master.is_cpu()) {
-      for (const LongRun& run : long_runs_of(bucket, missed_)) theirs(run);
+      for (const LongRun& run : long_runs_of(bucket, individual)) theirs(run);
       return;
     }
-    const auto runs = runs_of(bucket, 1 << 16, missed_);
+    const auto runs = runs_of(bucket, 1 << 16, individual);
     parallel_for(0, static_cast<std::int64_t>(runs.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) ours(runs[i]);
     });
@@ -85,11 +101,59 @@ class FlatOptimizer : public Interface {
     for (auto& [name, tensors] : state_) ensure_state(tensors, buckets);
   }
 
+  // Before an option changes. `optimizer`: its name, for messages.
+  void set_groups(const char* optimizer, const std::vector<ParameterGroup>& groups) {
+    std::set<std::string> patterns;
+    for (const ParameterGroup& group : groups) {
+      const auto refuse_if = [&](bool wrong, std::string found, const char* expected) {
+        if (wrong)
+          refuse(fmt::format("{} groups", optimizer), std::move(found), expected,
+                 "Change it or leave it out");
+      };
+      refuse_if(group.pattern.empty() || group.pattern.size() > kMostPattern,
+                fmt::format("a pattern of {} characters", group.pattern.size()),
+                "a pattern of 1 to 1000 characters");
+      refuse_if(!patterns.insert(group.pattern).second, group.pattern + ", given twice", "each pattern once");
+      refuse_if(!(group.rate >= 0 && std::isfinite(group.rate)),
+                fmt::format("{} with rate {}", group.pattern, group.rate), "a finite factor, 0 or more");
+      const double decay = group.weight_decay.value_or(0);
+      refuse_if(!(decay >= 0 && std::isfinite(decay)),
+                fmt::format("{} with weight_decay {}", group.pattern, decay), "a finite number, 0 or more");
+    }
+    for (const auto& bucket : known_)
+      for (const Place& place : bucket) group_of(groups, place.name);
+    groups_ = groups;
+  }
+  double rate_of(const Individual& of) const {
+    return of.group < 0 ? learning_rate_ : learning_rate_ * groups_[static_cast<std::size_t>(of.group)].rate;
+  }
+  double decay_of(const Individual& of, double others) const {
+    if (!of.decays) return 0;
+    return of.group < 0 ? others : groups_[static_cast<std::size_t>(of.group)].weight_decay.value_or(others);
+  }
+
   double learning_rate_;
   std::int64_t updates_ = 0;
   OptimizerState state_{};
 
  private:
+  // The place in `groups`, -1: none. ConfigError: in two of them.
+  static int group_of(const std::vector<ParameterGroup>& groups, const std::string& name) {
+    const auto fits = [&](const ParameterGroup& group) { return matches(group.pattern, name); };
+    const auto own = std::ranges::find_if(groups, fits);
+    if (own == groups.end()) return -1;
+    if (const auto other = std::find_if(own + 1, groups.end(), fits); other != groups.end())
+      refuse_two("an optimizer's groups", name, own->pattern, other->pattern);
+    return static_cast<int>(own - groups.begin());
+  }
+  Individual individual_of(const Slot& slot) const {
+    Individual of{.decays = slot.decays, .group = group_of(groups_, slot.name)};
+    if (const auto late = missed_.find(slot.name); late != missed_.end()) of.missed = late->second;
+    if (of.group >= 0)
+      if (const auto own = groups_[static_cast<std::size_t>(of.group)].weight_decay) of.decays = *own > 0;
+    return of;
+  }
+
   struct Place {
     std::string name;
     std::int64_t offset;
@@ -104,6 +168,7 @@ class FlatOptimizer : public Interface {
       if (b == known_.size()) {
         auto& places = known_.emplace_back();
         for (const Slot& slot : slots) {
+          group_of(groups_, slot.name);
           places.push_back({slot.name, slot.offset});
           if (!first && updates_ > 0) missed_[slot.name] = updates_;
         }
@@ -123,6 +188,7 @@ class FlatOptimizer : public Interface {
 
   std::vector<std::vector<Place>> known_{};  // by bucket and slot
   Optimizer::Missed missed_{};
+  std::vector<ParameterGroup> groups_{};
 };
 
 class FlatAdamW final : public FlatOptimizer<AdamW> {
@@ -140,6 +206,7 @@ class FlatAdamW final : public FlatOptimizer<AdamW> {
     check(options.epsilon > 0, "epsilon", options.epsilon, "more than 0");
     check(options.weight_decay >= 0, "weight_decay", options.weight_decay, "0 or more");
     check(options.learning_rate >= 0, "learning_rate", options.learning_rate, "0 or more");
+    set_groups("AdamW", options.groups);
     options_ = options, learning_rate_ = options.learning_rate;
   }
   std::string kind() const override { return "adamw"; }
@@ -157,34 +224,32 @@ class FlatAdamW final : public FlatOptimizer<AdamW> {
   void pass(std::vector<Bucket>& buckets, double gradient_scale,
             const by_libtorch::OnDevice& on_device) override {
     const std::int64_t count = updates_ + 1;
-    const auto after = [&](std::int64_t updates) {  // of the parameters' own
+    const auto after = [&](std::int64_t updates, double rate) {  // of the parameters' own
       const double t = static_cast<double>(updates);
       return kernels::AdamW{
           .gradient_scale = gradient_scale,
           .keep = 1,
           .beta1 = options_.beta1,
           .beta2 = options_.beta2,
-          .step_size = learning_rate_ / (1 - std::pow(options_.beta1, t)),
+          .step_size = rate / (1 - std::pow(options_.beta1, t)),
           .inverse_root_correction = 1 / std::sqrt(1 - std::pow(options_.beta2, t)),
           .epsilon = options_.epsilon,
       };
     };
-    const kernels::AdamW common = after(count);
-    const auto scalars_of = [&](std::int64_t missed, bool decays) {
-      kernels::AdamW scalars = missed == 0 ? common : after(count - missed);
-      if (decays) scalars.keep = 1 - learning_rate_ * options_.weight_decay;
+    const kernels::AdamW common = after(count, learning_rate_);
+    const auto scalars_of = [&](const Individual& of) {
+      const double rate = rate_of(of);
+      kernels::AdamW scalars = of.missed == 0 && of.group < 0 ? common : after(count - of.missed, rate);
+      scalars.keep = 1 - rate * decay_of(of, options_.weight_decay);
       return scalars;
     };
     for (std::size_t i = 0; i < buckets.size(); ++i) {
       Bucket& bucket = buckets[i];
       at::Tensor &first = state_["exp_avg"][i], &second = state_["exp_avg_sq"][i];
       for_each_run(
-          bucket,
-          [&](const Run& run) {
-            update_run(bucket, first, second, scalars_of(run.missed, run.decays), run.range);
-          },
+          bucket, [&](const Run& run) { update_run(bucket, first, second, scalars_of(run.of), run.range); },
           [&](const LongRun& run) {
-            by_libtorch::adamw(scalars_of(run.missed, true), bucket, first, second, run, on_device);
+            by_libtorch::adamw(scalars_of(decaying(run)), bucket, first, second, run, on_device);
           });
     }
   }
@@ -215,6 +280,7 @@ class Sgd final : public FlatOptimizer<Optimizer> {
                                                  ? std::vector<std::string>{"momentum_buffer"}
                                                  : std::vector<std::string>{}),
         options_(options) {
+    set_groups("SGD", options.groups);
     if (!(options.momentum >= 0 && options.momentum < 1) || !(options.weight_decay >= 0) ||
         !(options.learning_rate >= 0))
       refuse("SGD",
@@ -226,21 +292,18 @@ class Sgd final : public FlatOptimizer<Optimizer> {
 
  private:
   void pass(std::vector<Bucket>& buckets, double gradient_scale, const by_libtorch::OnDevice&) override {
-    const kernels::Sgd scalars{.gradient_scale = gradient_scale,
-                               .learning_rate = learning_rate_,
-                               .momentum = options_.momentum,
-                               .weight_decay = options_.weight_decay};
+    const auto scalars_of = [&](const Individual& of) {
+      return kernels::Sgd{.gradient_scale = gradient_scale,
+                          .learning_rate = rate_of(of),
+                          .momentum = options_.momentum,
+                          .weight_decay = decay_of(of, options_.weight_decay)};
+    };
     for (std::size_t i = 0; i < buckets.size(); ++i) {
       Bucket& bucket = buckets[i];
       at::Tensor* velocity = options_.momentum > 0 ? &state_["momentum_buffer"][i] : nullptr;
       for_each_run(
-          bucket,
-          [&](const Run& run) {
-            kernels::Sgd of_run = scalars;
-            if (!run.decays) of_run.weight_decay = 0;
-            update_run(bucket, velocity, of_run, run.range);
-          },
-          [&](const LongRun& run) { by_libtorch::sgd(scalars, bucket, velocity, run); });
+          bucket, [&](const Run& run) { update_run(bucket, velocity, scalars_of(run.of), run.range); },
+          [&](const LongRun& run) { by_libtorch::sgd(scalars_of(decaying(run)), bucket, velocity, run); });
     }
   }
 
@@ -268,46 +331,80 @@ std::unique_ptr<AdamW> adamw(const AdamWOptions& options) { return std::make_uni
 
 std::unique_ptr<Optimizer> sgd(const SgdOptions& options) { return std::make_unique<Sgd>(options); }
 
-double Schedule::at(std::int64_t step) const {
-  if (step < warmup) return peak * static_cast<double>(step + 1) / static_cast<double>(warmup + 1);
-  if (kind == Kind::kConstant) return peak;
-  const auto decaying = static_cast<double>(std::max<std::int64_t>(1, total - warmup));
-  const double progress = std::min(1.0, static_cast<double>(step - warmup) / decaying);
-  return peak * (floor + (1 - floor) * 0.5 * (1 + std::cos(std::numbers::pi * progress)));
+void check_patterns(const std::string& where, const std::vector<std::string>& patterns,
+                    const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  std::set<std::string> used;
+  for (const auto& [name, tensor] : named) {
+    const std::string* first = nullptr;
+    for (const std::string& pattern : patterns) {
+      if (!tensor.requires_grad() || !matches(pattern, name)) continue;
+      if (first) refuse_two(where, name, *first, pattern);
+      first = &pattern;
+      used.insert(pattern);
+    }
+  }
+  for (const std::string& pattern : patterns)
+    if (!used.contains(pattern))
+      refuse(where, fmt::format("{}, which fits no trained parameter", pattern),
+             "patterns of names such as model.layers.0.mlp.up_proj.weight",
+             "Change it or leave it out; isograd layout lists the names");
 }
 
-std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements, const Optimizer::Missed& missed) {
+void check_groups(const std::vector<ParameterGroup>& groups,
+                  const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  std::vector<std::string> patterns;
+  for (const ParameterGroup& group : groups) patterns.push_back(group.pattern);
+  check_patterns("an optimizer's groups", patterns, named);
+}
+
+double Schedule::at(std::int64_t step) const {
+  const bool at_end = kind == Kind::kConstant || kind == Kind::kWsd;
+  if (at_end && (decay < (kind == Kind::kWsd ? 1 : 0) || decay > std::max<std::int64_t>(0, total - warmup)))
+    refuse("Schedule", fmt::format("a decay of {} steps in {}, {} of them warm-up", decay, total, warmup),
+           kind == Kind::kWsd ? "1 step or more, and no more than follow the warm-up"
+                              : "no more steps than follow the warm-up",
+           "Change decay, warmup or total");
+  if (step < warmup) return peak * static_cast<double>(step + 1) / static_cast<double>(warmup + 1);
+  if (kind == Kind::kConstant && decay == 0) return peak;
+  const std::int64_t start = at_end ? total - decay : warmup;
+  const auto decaying = static_cast<double>(std::max<std::int64_t>(1, total - start));
+  const double p = std::clamp(static_cast<double>(step - start) / decaying, 0.0, 1.0);
+  const Shape curve = kind == Kind::kCosine ? Shape::kCosine : kind == Kind::kLinear ? Shape::kLinear : shape;
+  const double left = curve == Shape::kLinear   ? 1 - p
+                      : curve == Shape::kCosine ? 0.5 * (1 + std::cos(std::numbers::pi * p))
+                                                : 1 - std::sqrt(p);
+  return peak * (floor + (1 - floor) * left);
+}
+
+std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements, const IndividualOf& individual) {
   const BucketPlan& plan = bucket.plan;
   const Range held = bucket.held;
-  const auto missed_by = [&](const Slot& slot) {
-    const auto found = missed.find(slot.name);
-    return found == missed.end() ? 0 : found->second;
-  };
   std::vector<Run> runs;
   for (std::size_t i = 0; i < plan.slots.size();) {
     const Slot& head = plan.slots[i];
-    const std::int64_t late = missed.empty() ? 0 : missed_by(head);
+    const Individual of = individual(head);
     const auto goes_along = [&](const Slot& slot) {
-      return slot.decays == head.decays && slot.trained == head.trained &&
-             (missed.empty() || missed_by(slot) == late);
+      return slot.trained == head.trained && individual(slot) == of;
     };
     while (i < plan.slots.size() && goes_along(plan.slots[i])) ++i;
     if (!head.trained) continue;
     const std::int64_t last = i < plan.slots.size() ? plan.slots[i].offset : plan.numel;
     const std::int64_t end = std::min(last, held.end);
     for (std::int64_t begin = std::max(head.offset, held.begin); begin < end; begin += most_elements)
-      runs.push_back(
-          {{begin - held.begin, std::min(end, begin + most_elements) - held.begin}, head.decays, late});
+      runs.push_back({{begin - held.begin, std::min(end, begin + most_elements) - held.begin}, of});
   }
   return runs;
 }
 
-std::vector<LongRun> long_runs_of(const Bucket& bucket, const Optimizer::Missed& missed) {
+std::vector<LongRun> long_runs_of(const Bucket& bucket, const IndividualOf& individual) {
   std::vector<LongRun> joined;
-  for (const Run& run : runs_of(bucket, std::max<std::int64_t>(1, bucket.held.size()), missed)) {
+  for (const Run& run : runs_of(bucket, std::max<std::int64_t>(1, bucket.held.size()), individual)) {
+    const auto alike = [&](const Individual& of) {
+      return of.missed == run.of.missed && of.group == run.of.group;
+    };
     const bool goes_on =
-        !joined.empty() && joined.back().range.end == run.range.begin && joined.back().missed == run.missed;
-    if (!goes_on) joined.push_back({.range = {run.range.begin, run.range.begin}, .missed = run.missed});
+        !joined.empty() && joined.back().range.end == run.range.begin && alike(joined.back().parts.back().of);
+    if (!goes_on) joined.push_back({.range = {run.range.begin, run.range.begin}});
     joined.back().range.end = run.range.end;
     joined.back().parts.push_back(run);
   }
@@ -340,7 +437,7 @@ std::vector<at::Tensor> parts(const at::Tensor& flat, const std::vector<Range>& 
 std::vector<Range> ranges_of(const LongRun& run, bool decay, std::int64_t from = 0) {
   std::vector<Range> ranges;
   for (const Run& part : run.parts)
-    if (part.decays == decay) ranges.push_back({part.range.begin - from, part.range.end - from});
+    if (part.of.decays == decay) ranges.push_back({part.range.begin - from, part.range.end - from});
   return ranges;
 }
 
@@ -367,7 +464,7 @@ bool update_by_kernel(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor&
       !gpu::has_kernels(bucket.gradients) || (rounds && !gpu::has_kernels(bucket.parameters)))
     return false;
   std::vector<gpu::RunEnd> ends;
-  for (const Run& part : run.parts) ends.push_back({part.range.end, part.decays});
+  for (const Run& part : run.parts) ends.push_back({part.range.end, part.of.decays});
   gpu::adamw({.scale = static_cast<float>(scalars.gradient_scale),
               .keep = static_cast<float>(scalars.keep),
               .beta2 = static_cast<float>(scalars.beta2),

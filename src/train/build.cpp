@@ -21,6 +21,7 @@
 #include "loss/checks.hpp"
 #include "model/attention/attention.hpp"
 #include "model/safetensors.hpp"
+#include "optim/optimizers.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/rules.hpp"
@@ -101,64 +102,112 @@ Schedule make_schedule(const RunConfig& config) {
   return schedule;
 }
 
-std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
+std::variant<SgdOptions, AdamWOptions> optimizer_options(const RunConfig& config) {
+  auto groups = parameter_groups_of(config, "optimizer.groups");
   if (config.optimizer.kind == "adamw") {
     AdamWOptions options = config.optimizer.adamw;
     options.learning_rate = config.schedule.peak;
-    return adamw(options);
+    options.groups = std::move(groups);
+    return options;
   }
   if (config.optimizer.kind == "sgd")
-    return sgd({.learning_rate = config.schedule.peak,
-                .momentum = config.optimizer.momentum,
-                .weight_decay = config.optimizer.adamw.weight_decay});
+    return SgdOptions{.learning_rate = config.schedule.peak,
+                      .momentum = config.optimizer.momentum,
+                      .weight_decay = config.optimizer.adamw.weight_decay,
+                      .groups = std::move(groups)};
   refuse("optimizer.kind", config.optimizer.kind, "adamw or sgd", "Choose one of them");
 }
 
-std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where) {
-  std::vector<ClipGroup> groups;
-  for (const std::string& text : config.train.clip_groups) {
+std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
+  const auto options = optimizer_options(config);
+  const auto* plain = std::get_if<SgdOptions>(&options);
+  return plain ? sgd(*plain) : adamw(std::get<AdamWOptions>(options));
+}
+
+namespace {
+
+using RefuseGroup = std::function<void(bool wrong, const std::string& what, const std::string& action)>;
+
+// Reads the texts of a key of groups, each a pattern of its own. `example`: of one, as it is written; `take`
+// gets a pattern and what follows the last colon, without blanks around them.
+void read_groups(const std::string& where, const char* key, const std::vector<std::string>& texts,
+                 const char* example,
+                 const std::function<void(const std::string& pattern, const std::string& rest,
+                                          const RefuseGroup& refuse_if)>& take) {
+  std::set<std::string> patterns;
+  for (const std::string& text : texts) {
     if (text.size() > kMostPattern)
-      refuse(where, fmt::format("train.clip_groups with {} characters", text.size()),
+      refuse(where, fmt::format("{} with {} characters", key, text.size()),
              fmt::format("at most {}", kMostPattern), "Shorten the pattern");
-    const auto refuse_if = [&](bool wrong, const char* what, const char* action) {
-      if (wrong)
-        refuse(where, fmt::format("train.clip_groups with \"{}\", {}", text, what),
-               "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"", action);
+    const RefuseGroup refuse_if = [&](bool wrong, const std::string& what, const std::string& action) {
+      if (wrong) refuse(where, fmt::format("{} with \"{}\", {}", key, text, what), example, action);
     };
     const auto colon = text.rfind(':');
-    refuse_if(colon == std::string::npos, "which names no limit", "Write the limit behind a colon");
-    const std::string pattern = stripped(text.substr(0, colon)), number = stripped(text.substr(colon + 1));
+    refuse_if(colon == std::string::npos, "which has no colon", "Write the pattern, a colon and the rest");
+    const std::string pattern = stripped(text.substr(0, colon));
     refuse_if(pattern.empty(), "which names no parameter", "Write a pattern before the colon");
-    const double limit = number_in<double>(number).value_or(0);
-    refuse_if(!std::isfinite(limit) || limit <= 0, "whose limit is no number above 0",
-              "Give a norm above 0, or leave the group out");
-    refuse_if(std::ranges::find(groups, pattern, &ClipGroup::pattern) != groups.end(),
-              "a pattern that is there already", "Leave one of the two out");
-    groups.push_back({pattern, limit});
+    take(pattern, stripped(text.substr(colon + 1)), refuse_if);
+    refuse_if(!patterns.insert(pattern).second, "a pattern that is there already",
+              "Leave one of the two out");
   }
+}
+
+}  // namespace
+
+std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where) {
+  std::vector<ClipGroup> groups;
+  read_groups(where, "train.clip_groups", config.train.clip_groups,
+              "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"",
+              [&](const std::string& pattern, const std::string& rest, const RefuseGroup& refuse_if) {
+                const double limit = number_in<double>(rest).value_or(0);
+                refuse_if(!std::isfinite(limit) || limit <= 0, "whose limit is no number above 0",
+                          "Give a norm above 0, or leave the group out");
+                groups.push_back({pattern, limit});
+              });
   return groups;
 }
 
-void check_clip_groups(const RunConfig& config, const NamedTensors& named) {
-  std::set<std::string> used;
-  const std::vector<ClipGroup> groups = clip_groups_of(config, "train.clip_groups");
-  for (const auto& [name, tensor] : named) {
-    const ClipGroup* first = nullptr;
-    for (const ClipGroup& group : groups) {
-      if (!tensor.requires_grad() || !matches(group.pattern, name)) continue;
-      if (first)
-        refuse("train.clip_groups",
-               fmt::format("{} in two groups, {} and {}", name, first->pattern, group.pattern),
-               "each parameter in one group at most", "Make the patterns such that they exclude one another");
-      first = &group;
-      used.insert(group.pattern);
-    }
-  }
-  for (const ClipGroup& group : groups)
-    if (!used.contains(group.pattern))
-      refuse("train.clip_groups", fmt::format("{}, which fits no trained parameter", group.pattern),
-             "patterns of names such as model.layers.0.mlp.up_proj.weight",
-             "Change it or leave it out; isograd layout lists the names");
+std::vector<ParameterGroup> parameter_groups_of(const RunConfig& config, const std::string& where) {
+  std::vector<ParameterGroup> groups;
+  read_groups(
+      where, "optimizer.groups", config.optimizer.groups,
+      "\"PATTERN: rate=FACTOR weight_decay=NUMBER\", as in \"*embed_tokens*: rate=0.1\"",
+      [&](const std::string& pattern, std::string rest, const RefuseGroup& refuse_if) {
+        std::ranges::replace(rest, ',', ' ');
+        std::map<std::string, double> settings;
+        for (std::size_t end = 0; !rest.empty(); rest = stripped(rest.substr(end))) {
+          end = std::min(rest.find_first_of(" \t"), rest.size());
+          const std::string setting = rest.substr(0, end);
+          const auto equals = setting.find('=');
+          const std::string name = setting.substr(0, equals);
+          refuse_if(name != "rate" && name != "weight_decay", fmt::format("with \"{}\"", setting),
+                    "Name rate or weight_decay, or both");
+          const double number =
+              number_in<double>(equals == std::string::npos ? "" : setting.substr(equals + 1)).value_or(-1);
+          refuse_if(!std::isfinite(number) || number < 0,
+                    fmt::format("whose {} is no number of 0 or more", name),
+                    fmt::format("Write {}=NUMBER without blanks", name));
+          refuse_if(!settings.emplace(name, number).second, fmt::format("with two of {}", name),
+                    "Leave one of the two out");
+        }
+        refuse_if(settings.empty(), "which sets nothing",
+                  "Write rate=FACTOR, weight_decay=NUMBER or both behind the colon");
+        ParameterGroup group{.pattern = pattern};
+        if (settings.contains("rate")) group.rate = settings["rate"];
+        if (settings.contains("weight_decay")) group.weight_decay = settings["weight_decay"];
+        groups.push_back(std::move(group));
+      });
+  return groups;
+}
+
+void check_groups(const RunConfig& config, const NamedTensors& named) {
+  const auto check_each = [&](const char* key, const auto& groups) {
+    std::vector<std::string> patterns;
+    for (const auto& group : groups) patterns.push_back(group.pattern);
+    check_patterns(key, patterns, named);
+  };
+  check_each("train.clip_groups", clip_groups_of(config, "train.clip_groups"));
+  check_each("optimizer.groups", parameter_groups_of(config, "optimizer.groups"));
 }
 
 NormParts norm_parts_of(const RunConfig& config, const NamedTensors& named) {

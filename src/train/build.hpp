@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "isograd/context_parallel.hpp"
@@ -87,6 +88,8 @@ std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const Norma
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
+// Options of optimizer.kind, at the peak of the schedule.
+std::variant<SgdOptions, AdamWOptions> optimizer_options(const RunConfig& config);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 
@@ -97,8 +100,13 @@ double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit = 
 // train.clip_groups. ConfigError at `where`: no "PATTERN: LIMIT", a limit not above 0, a repeated pattern.
 std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where);
 
-// ConfigError: a group that matches no trained parameter of `named`, a parameter that two groups match.
-void check_clip_groups(const RunConfig& config, const NamedTensors& named);
+// optimizer.groups. ConfigError at `where`: as clip_groups_of(), a setting that is unknown, given twice or no
+// number of 0 or more.
+std::vector<ParameterGroup> parameter_groups_of(const RunConfig& config, const std::string& where);
+
+// Checks both keys. ConfigError: a group that matches no trained parameter of `named`, a parameter that two
+// groups match.
+void check_groups(const RunConfig& config, const NamedTensors& named);
 
 // train.part_norms of the whole model's trained parameters `named`. "groups": "experts" (".experts." in the
 // name) and "dense"; "layers": a name up to its first number ("model.layers.3"), else its module;

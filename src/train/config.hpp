@@ -82,6 +82,7 @@ struct RunConfig {
     std::string dp_replicate_reduction = "derived";  // derived | sum | mean
     // Weights of a decoder's router losses, added to the cross entropy; 0: not added.
     double balance = 0, router_z = 0;
+    double label_smoothing = 0, z_loss = 0;           // of the cross entropy of text
     std::string balance_over = "layers";              // layers | model
     std::string balance_scope = "step";               // step | micro_batch
     double selection_bias_rate = kSelectionBiasRate;  // of sigmoid routers
@@ -107,11 +108,12 @@ struct RunConfig {
     std::string on_non_finite = "stop";    // stop | skip
   } train;
   struct {
-    std::string kind = "adamw";  // adamw | sgd
-    AdamWOptions adamw;          // learning_rate is schedule.peak
-    double momentum = 0;         // sgd
+    std::string kind = "adamw";       // adamw | sgd
+    AdamWOptions adamw;               // learning_rate is schedule.peak
+    double momentum = 0;              // sgd
+    std::vector<std::string> groups;  // "PATTERN: rate=FACTOR weight_decay=NUMBER"
   } optimizer;
-  Schedule schedule;  // kind, peak, warmup, floor; total is train.steps
+  Schedule schedule;  // total is train.steps
   struct {
     std::string strategy = "bucketed";  // one of strategy_names()
     std::int64_t replicas = 1;          // of a sharded strategy

@@ -103,14 +103,29 @@ std::vector<ConfigKey> common_keys() {
       NAMED_KEY("optimizer.epsilon", optimizer.adamw.epsilon, above(0), "Epsilon in AdamW's denominator."),
       NAMED_KEY("optimizer.weight_decay", optimizer.adamw.weight_decay, at_least(0),
                 "Weight decay of matrices; norms and biases do not decay. Decoupled with AdamW."),
+      KEY(optimizer.groups, R"(Groups of parameters with a learning rate and a weight decay of their own:
+          `PATTERN: rate=FACTOR weight_decay=NUMBER`, one of the two or both. In a pattern of names `*` stands
+          for any text. The rate of the schedule is multiplied by the factor; a weight decay that is named
+          applies to all of the group, norms and biases too. A parameter may be in one group
+          (`docs/cli.md`).)"),
       KEY(optimizer.momentum, fraction(), "SGD momentum."),
 
-      KEY(schedule.kind, one_of(kScheduleKinds), R"(Learning rate after the warm-up: constant, or down a
-          cosine to `schedule.floor` at the last step.)"),
+      KEY(schedule.kind, one_of(kScheduleKinds), R"(Learning rate after the warm-up: `cosine` and `linear` go
+          down to `schedule.floor` until the end of the run; `constant`, and in the end down over
+          `schedule.decay` steps if there are any; `wsd` (warm-up, stable, decay), the same with a decay
+          that must be given.)"),
       KEY(schedule.peak, above(0), "The highest learning rate."),
       KEY(schedule.warmup, "steps", at_least(0, kManySteps),
           "Steps over which the learning rate rises linearly from 0 to its peak."),
-      KEY(schedule.floor, at_least(0, 1), "Where the cosine ends, as a fraction of the peak."),
+      KEY(schedule.floor, at_least(0, 1), R"(Where the learning rate ends, as a fraction of the peak; not of
+          a constant one without a decay.)"),
+      KEY(schedule.decay, "steps", at_least(0, kManySteps), R"(With `constant` and `wsd`: the last steps of
+          the run, over which the learning rate goes down to `schedule.floor`. With the warm-up no more than
+          `train.steps`.)"),
+      NAMED_KEY("schedule.decay_shape", schedule.shape,
+                {.choices = kDecayShapes, .aliases = {{"sqrt", "1-sqrt"}}},
+                R"(How it goes down over `schedule.decay` steps: by the part p of them that has passed, as
+          1 - p, (1 + cos(pi p)) / 2 or 1 - sqrt(p) (`docs/cli.md`).)"),
 
       KEY(parallel.strategy,
           {.choices = strategy_names(),
@@ -221,6 +236,10 @@ std::vector<ConfigKey> make_keys() {
   return keys;
 }
 
+bool decays_at_end(const Schedule& schedule) {
+  return schedule.kind == Schedule::Kind::kConstant || schedule.kind == Schedule::Kind::kWsd;
+}
+
 // Keys that have a value but no effect with the values of other keys.
 std::vector<UnusedKeys> unused_in(const RunConfig& config) {
   std::vector<UnusedKeys> rules;
@@ -242,6 +261,11 @@ std::vector<UnusedKeys> unused_in(const RunConfig& config) {
       fmt::format("parallel.strategy is \"{}\", which does not shard", parallel.strategy));
   add(parallel.ep == 1, {"parallel.expert_overlap"}, "parallel.ep is 1");
   add(parallel.pp == 1, {"parallel.schedule", "parallel.stages_per_rank"}, "parallel.pp is 1");
+  const bool at_end = decays_at_end(config.schedule);
+  add(!at_end, {"schedule.decay"},
+      fmt::format("schedule.kind is {}, which goes down over all steps after the warm-up",
+                  toml_text(key_table::to_value(config.schedule.kind))));
+  add(at_end && config.schedule.decay == 0, {"schedule.decay_shape"}, "schedule.decay is 0: no decay");
   add(config.loss.balance == 0, {"loss.balance_"}, "loss.balance is 0: no balance loss");
   const TaskKind& own = kind_of(config);
   rules.insert(rules.end(), own.unused.begin(), own.unused.end());
@@ -347,6 +371,20 @@ void check_loss(const RunConfig& config, const std::string& where) {
             "for the first; \"mean\" and leave it out for the second");
 }
 
+// The decay at the end of the run must be there for wsd, and fit between the warm-up and the end.
+void check_schedule(const RunConfig& config, const std::string& where) {
+  const Schedule& schedule = config.schedule;
+  if (schedule.kind == Schedule::Kind::kWsd && schedule.decay == 0)
+    refuse(where, "schedule.kind = \"wsd\" without schedule.decay", "the number of its last steps that decay",
+           "Set schedule.decay, or schedule.kind = \"constant\"");
+  const std::int64_t left = std::max<std::int64_t>(0, config.train.steps - schedule.warmup);
+  if (decays_at_end(schedule) && schedule.decay > left)
+    refuse(where, fmt::format("schedule.decay = {}", schedule.decay),
+           fmt::format("at most {}: train.steps = {} without schedule.warmup = {}", left, config.train.steps,
+                       schedule.warmup),
+           "Shorten the decay or the warm-up, or raise train.steps");
+}
+
 // "organisation/name" of a repository on the Hugging Face Hub, unless it is a local folder.
 std::optional<std::string> hub_id(const std::string& text) {
   std::string_view id = text;
@@ -436,7 +474,9 @@ bool normalises_by_replica(const RunConfig& config) {
 
 void check_together(const RunConfig& config, const std::string& where) {
   check_loss(config, where);
+  check_schedule(config, where);
   clip_groups_of(config, where);
+  parameter_groups_of(config, where);
   if (!config.data.text.empty() && !config.data.shards.empty())
     refuse(where, "both data.text and data.shards", "one of them",
            "Pack the text with `isograd data pack` and add the shards it writes, or leave one of "

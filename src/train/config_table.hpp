@@ -1,6 +1,7 @@
 // The one table of configuration keys: parsing, checking, writing out and documenting all read it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -85,12 +86,18 @@ inline constexpr double kManyTokens = 1e9;    // of a pack or a batch
 inline constexpr double kWide = 1 << 24;      // of a tensor's dim
 inline constexpr double kManyRows = 1 << 30;  // of the embedding
 
-inline const std::vector<std::string> kScheduleKinds = {"constant", "cosine"};
+// By the values of the two enums.
+inline const std::vector<std::string> kScheduleKinds = {"constant", "cosine", "linear", "wsd"};
+inline const std::vector<std::string> kDecayShapes = {"linear", "cosine", "1-sqrt"};
+template <class Enum>
+const std::vector<std::string>& choices_of() {
+  return std::is_same_v<Enum, Schedule::Kind> ? kScheduleKinds : kDecayShapes;
+}
 
 template <class Field>
 ConfigValue to_value(const Field& field) {
-  if constexpr (std::is_same_v<Field, Schedule::Kind>)
-    return kScheduleKinds[field == Schedule::Kind::kConstant ? 0 : 1];
+  if constexpr (std::is_enum_v<Field>)
+    return choices_of<Field>()[static_cast<std::size_t>(field)];
   else if constexpr (std::is_same_v<Field, std::optional<double>>)
     return field.value_or(0);
   else
@@ -99,8 +106,9 @@ ConfigValue to_value(const Field& field) {
 
 template <class Field>
 void from_value(Field& field, const ConfigValue& value) {
-  if constexpr (std::is_same_v<Field, Schedule::Kind>)
-    field = std::get<std::string>(value) == "constant" ? Schedule::Kind::kConstant : Schedule::Kind::kCosine;
+  if constexpr (std::is_enum_v<Field>)
+    field = static_cast<Field>(std::ranges::find(choices_of<Field>(), std::get<std::string>(value)) -
+                               choices_of<Field>().begin());
   else if constexpr (std::is_same_v<Field, std::optional<double>>)
     field = std::get<double>(value) == 0 ? std::nullopt : std::optional(std::get<double>(value));
   else

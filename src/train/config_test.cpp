@@ -71,7 +71,9 @@ RunConfig with_another(const ConfigKey& key) {
   if (auto integer = std::get_if<std::int64_t>(&value)) ++*integer;
   if (auto number = std::get_if<double>(&value)) *number += 0.5;
   if (auto text = std::get_if<std::string>(&value))
-    *text = key.name == "schedule.kind" ? "constant" : *text + "x";
+    *text = key.name == "schedule.kind"          ? "constant"
+            : key.name == "schedule.decay_shape" ? "cosine"
+                                                 : *text + "x";
   if (auto texts = std::get_if<std::vector<std::string>>(&value)) texts->push_back("x");
   key.set(config, value);
   return config;
@@ -372,6 +374,17 @@ RC_GTEST_PROP(Config, RoundTripsThroughToml, ()) {
     std::string& group = config.train.clip_groups[i];
     group = fmt::format("w{}{}: 0.5", i, group);
   }
+  for (std::size_t i = 0; i < config.optimizer.groups.size(); ++i) {
+    std::string& group = config.optimizer.groups[i];
+    group = fmt::format("w{}{}: rate=0.5", i, group);
+  }
+  config.schedule.decay %= std::max<std::int64_t>(1, config.train.steps - config.schedule.warmup);
+  if (config.schedule.kind == Schedule::Kind::kCosine || config.schedule.kind == Schedule::Kind::kLinear)
+    config.schedule.decay = 0, config.schedule.shape = RunConfig().schedule.shape;
+  if (config.schedule.decay == 0) {
+    config.schedule.shape = RunConfig().schedule.shape;
+    if (config.schedule.kind == Schedule::Kind::kWsd) config.schedule.kind = Schedule::Kind::kConstant;
+  }
   config.model.shape.initializer_range = *rc::gen::inRange<std::int64_t>(0, 1 << 20) / 3.0;
   if (!config.data.text.empty()) config.data.shards.clear();
   if (config.data.shards.empty()) config.data.end_of_text = -1;
@@ -525,16 +538,121 @@ TEST(ClipConfig, EachParameterIsInOneGroupAtMostAndEachGroupHasOne) {
   };
   const std::vector named = {parameter("a.mlp.weight"), parameter("a.norm.weight"),
                              parameter("frozen.bias", false)};
-  check_clip_groups(with_groups({}), named);
-  check_clip_groups(with_groups({"*.mlp.*: 1", "*norm.weight: 2"}), named);
+  check_groups(with_groups({}), named);
+  check_groups(with_groups({"*.mlp.*: 1", "*norm.weight: 2"}), named);
   EXPECT_THAT(config_error_of([&] {
-                check_clip_groups(with_groups({"*.mlp.*: 1", "a.*: 2"}), named);
+                check_groups(with_groups({"*.mlp.*: 1", "a.*: 2"}), named);
               }),
               HasSubstr("a.mlp.weight in two groups, *.mlp.* and a.*"));
-  EXPECT_THAT(config_error_of([&] { check_clip_groups(with_groups({"*.mlp: 1"}), named); }),
+  EXPECT_THAT(config_error_of([&] { check_groups(with_groups({"*.mlp: 1"}), named); }),
               HasSubstr("*.mlp, which fits no trained parameter"));
-  EXPECT_THAT(config_error_of([&] { check_clip_groups(with_groups({"frozen.*: 1"}), named); }),
+  EXPECT_THAT(config_error_of([&] { check_groups(with_groups({"frozen.*: 1"}), named); }),
               HasSubstr("fits no trained"));
+}
+
+// ---- schedule, loss.label_smoothing, loss.z_loss, optimizer.groups ----
+
+TEST(Config, SchedulesAreReadAndWrongOnesRefused) {
+  const RunConfig config = parse_config(
+      "[schedule]\nkind = \"wsd\"\ndecay = 60\nwarmup = 40\ndecay_shape = \"sqrt\"\n[train]\nsteps = 100\n",
+      "");
+  EXPECT_EQ(config.schedule.kind, Schedule::Kind::kWsd);
+  EXPECT_EQ(config.schedule.shape, Schedule::Shape::kOneMinusSqrt);
+  EXPECT_THAT(to_toml(config), HasSubstr("decay_shape = \"1-sqrt\""));
+  expect_refused(
+      {{"[schedule]\nkind = \"polynomial\"\n",
+        {"schedule.kind", "\"constant\", \"cosine\", \"linear\", \"wsd\""}},
+       {"[schedule]\nkind = \"warmup_stable_decay\"\n", {"Did you mean \"wsd\"?"}},
+       {"[schedule]\nkind = \"wsd\"\n", {"\"wsd\" without schedule.decay"}},
+       {"[schedule]\nkind = \"wsd\"\ndecay = 201\n", {"schedule.decay = 201; expected at most 200"}},
+       {"[schedule]\nkind = \"constant\"\nwarmup = 150\ndecay = 51\n",
+        {"schedule.decay = 51; expected at most 50: train.steps = 200 without schedule.warmup = 150"}},
+       {"[schedule]\nkind = \"wsd\"\nwarmup = 300\ndecay = 1\n", {"expected at most 0"}},
+       {"[schedule]\nkind = \"wsd\"\ndecay = -1\n", {"schedule.decay", "-1"}},
+       {"[schedule]\ndecay = 5\n", {"schedule.decay = 5, which has no effect: schedule.kind is \"cosine\""}},
+       {"[schedule]\nkind = \"linear\"\ndecay_shape = \"1-sqrt\"\n", {"which has no effect"}},
+       {"[schedule]\nkind = \"constant\"\ndecay_shape = \"cosine\"\n", {"schedule.decay is 0: no decay"}},
+       {"[schedule]\nkind = \"wsd\"\ndecay = 5\ndecay_shape = \"square\"\n", {"schedule.decay_shape"}},
+       {"[lr_scheduler]\ndecay_ratio = 0.1\n", {"Did you mean \"schedule\"?"}},
+       {"[schedule]\ndecay_ratio = 0.1\n", {"Did you mean \"schedule.decay\"?"}}});
+}
+
+TEST(Config, TermsOfTheCrossEntropyAreInTheirRange) {
+  expect_refused({{"[loss]\nlabel_smoothing = 1.0\n", {"loss.label_smoothing", "from 0 to below 1"}},
+                  {"[loss]\nlabel_smoothing = -0.1\n", {"loss.label_smoothing", "from 0 to below 1"}},
+                  {"[loss]\nlabel_smoothing = nan\n", {"loss.label_smoothing"}},
+                  {"[loss]\nz_loss = -1e-4\n", {"loss.z_loss", "at least 0"}},
+                  {"[loss]\nz_loss = inf\n", {"loss.z_loss", "at least 0"}},
+                  {"[model]\nkind = \"scorer\"\n[loss]\nz_loss = 1e-4\n", {"loss.z_loss", "has no effect"}},
+                  {"[model]\nkind = \"video\"\n[loss]\nlabel_smoothing = 0.1\n",
+                   {"loss.label_smoothing", "has no effect", "decoder's"}}});
+}
+
+RunConfig with_parameter_groups(std::vector<std::string> groups) {
+  RunConfig config;
+  config.optimizer.groups = std::move(groups);
+  return config;
+}
+
+TEST(ParameterGroupConfig, RatesAndDecaysAreRead) {
+  const auto groups =
+      parameter_groups_of(with_parameter_groups({"*norm.weight: weight_decay=0",
+                                                 " a:b :rate=2e-1,  weight_decay=0.5", "c:rate=0"}),
+                          "");
+  ASSERT_EQ(groups.size(), 3u);
+  EXPECT_EQ(groups[0].pattern, "*norm.weight");
+  EXPECT_EQ(groups[0].rate, 1);
+  EXPECT_EQ(groups[0].weight_decay, 0.0);
+  EXPECT_EQ(groups[1].pattern, "a:b");  // up to the last colon
+  EXPECT_EQ(groups[1].rate, 0.2);
+  EXPECT_EQ(groups[1].weight_decay, 0.5);
+  EXPECT_EQ(groups[2].rate, 0);
+  EXPECT_EQ(groups[2].weight_decay, std::nullopt);
+  for (const char* kind : {"adamw", "sgd"}) {
+    RunConfig config = with_parameter_groups({"a: rate=2"});
+    config.optimizer.kind = kind;
+    std::visit([](const auto& options) { EXPECT_EQ(options.groups.size(), 1u); }, optimizer_options(config));
+  }
+}
+
+TEST(ParameterGroupConfig, WhatIsNoGroupIsRefused) {
+  for (const auto& [text, said] : {std::pair("*.mlp.*", "has no colon"),
+                                   {": rate=1", "names no parameter"},
+                                   {"a:", "sets nothing"},
+                                   {"a: ,", "sets nothing"},
+                                   {"a: 0.5", "with \"0.5\""},
+                                   {"a: lr=0.5", "with \"lr=0.5\""},
+                                   {"a: rate", "whose rate is no number of 0 or more"},
+                                   {"a: rate=", "whose rate is no number of 0 or more"},
+                                   {"a: rate=-1", "whose rate is no number of 0 or more"},
+                                   {"a: rate=nan", "whose rate is no number of 0 or more"},
+                                   {"a: rate=1x", "whose rate is no number of 0 or more"},
+                                   {"a: weight_decay=-0.1", "whose weight_decay is no number of 0 or more"},
+                                   {"a: weight_decay=inf", "whose weight_decay is no number of 0 or more"},
+                                   {"a: rate=1 rate=2", "with two of rate"}}) {
+    const std::string toml = fmt::format("[optimizer]\ngroups = [\"{}\"]\n", text);
+    EXPECT_THAT(config_error_of([&] { parse_config(toml, "run.toml"); }),
+                AllOf(HasSubstr("run.toml"), HasSubstr("optimizer.groups"), HasSubstr(said)))
+        << text;
+  }
+  EXPECT_THAT(config_error_of([] {
+                parameter_groups_of(with_parameter_groups({std::string(1'000'000, '*') + ": rate=1"}), "");
+              }),
+              HasSubstr("1000008 characters; expected at most 1000"));
+  EXPECT_THAT(config_error_of([] {
+                parameter_groups_of(with_parameter_groups({"a: rate=1", "a: rate=2"}), "");
+              }),
+              HasSubstr("there already"));
+  const std::vector named = {std::pair(std::string("a.mlp.weight"), at::zeros({1}).requires_grad_()),
+                             std::pair(std::string("frozen.bias"), at::zeros({1}))};
+  check_groups(with_parameter_groups({"*.mlp.*: rate=1"}), named);
+  EXPECT_THAT(config_error_of([&] {
+                check_groups(with_parameter_groups({"*.mlp.*: rate=1", "a.*: rate=2"}), named);
+              }),
+              AllOf(HasSubstr("optimizer.groups"), HasSubstr("a.mlp.weight in two groups, *.mlp.* and a.*")));
+  for (const char* nothing : {"*.mlp: rate=1", "frozen.*: rate=1"})
+    EXPECT_THAT(config_error_of([&] { check_groups(with_parameter_groups({nothing}), named); }),
+                AllOf(HasSubstr("optimizer.groups"), HasSubstr("which fits no trained parameter")));
 }
 
 NormParts parts_by(const char* by, const std::vector<std::string>& names) {

@@ -22,9 +22,13 @@ const OtherNames& other_keys() {
       {"lr_min", "schedule.floor"},
       {"min_lr_factor", "schedule.floor"},
       {"warmup_steps", "schedule.warmup"},
-      {"decay_type", "schedule.kind"},
+      {"decay_type", "schedule.decay_shape"},
+      {"lr_decay_type", "schedule.decay_shape"},
       {"lr_scheduler_type", "schedule.kind"},
       {"lr_scheduler", "schedule.kind"},
+      {"decay_ratio", "schedule.decay"},
+      {"decay_steps", "schedule.decay"},
+      {"num_decay_steps", "schedule.decay"},
       // the optimizer
       {"optimizer.name", "optimizer.kind"},
       {"optimizer", "optimizer.kind"},
@@ -33,6 +37,10 @@ const OtherNames& other_keys() {
       {"adam_epsilon", "optimizer.epsilon"},
       {"adam_beta1", "optimizer.beta1"},
       {"adam_beta2", "optimizer.beta2"},
+      {"param_groups", "optimizer.groups"},
+      {"label_smoothing_factor", "loss.label_smoothing"},
+      {"z_loss_coefficient", "loss.z_loss"},
+      {"z_loss_weight", "loss.z_loss"},
       // the loop
       {"max_steps", "train.steps"},
       {"num_steps", "train.steps"},
@@ -128,11 +136,22 @@ const OtherNames& other_sections() {
 
 const OtherNames& other_values() {
   static const OtherNames names = {
-      {"gpu", "cuda"},         {"gpus", "cuda"},           {"bf16", "bfloat16"},
-      {"fp32", "float32"},     {"fp64", "float64"},        {"float", "float32"},
-      {"double", "float64"},   {"32", "float32"},          {"adam", "adamw"},
-      {"gloo", "shm"},         {"fsdp2", "zero3"},         {"dp", "bucketed"},
-      {"full_shard", "zero3"}, {"bf16-mixed", "bfloat16"},
+      {"gpu", "cuda"},
+      {"gpus", "cuda"},
+      {"bf16", "bfloat16"},
+      {"fp32", "float32"},
+      {"fp64", "float64"},
+      {"float", "float32"},
+      {"double", "float64"},
+      {"32", "float32"},
+      {"adam", "adamw"},
+      {"gloo", "shm"},
+      {"fsdp2", "zero3"},
+      {"dp", "bucketed"},
+      {"full_shard", "zero3"},
+      {"bf16-mixed", "bfloat16"},
+      {"warmup_stable_decay", "wsd"},
+      {"constant_with_warmup", "constant"},
   };
   return names;
 }

@@ -85,7 +85,7 @@ void PreparedRun::lay_out_model(const fs::path& directory, const std::vector<std
   const bool sharded = stage_of(config.parallel.strategy) == 3;
   if (sharded && made.check_values) on_rank_zero(world.group, made.check_values);
   for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
-  check_clip_groups(config, model->named());
+  check_groups(config, model->named());
   norm_parts_ = norm_parts_of(config, model->named());
   if (model_parallel(config)) placed_.emplace(model->cut(*mesh));
   if (made.fill && !sharded)

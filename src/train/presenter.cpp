@@ -419,6 +419,8 @@ struct Presenter::Impl {
           {"model FLOPs", "6 a token and weight, 12 an attended pair, head and channel (of the MFU)"});
     for (const std::string& text : config.train.clip_groups)
       about.rows.push_back({"clipped separately", text + clipped_last(text)});
+    for (const std::string& text : config.optimizer.groups)
+      about.rows.push_back({"updated by a group", text});
     report.table(std::move(about));
     if (!outcome.sample.empty()) report.text("Sample", outcome.sample);
     std::string all;

@@ -388,7 +388,7 @@ RunLayout lay_out(const RunConfig& config, int ranks, int rank, int hosts) {
   const Grid grid = grid_of(config, ranks);
   const auto model = model_without_values(config);
   const auto named = model->named();
-  check_clip_groups(config, named);
+  check_groups(config, named);
   Layout::Named placements;
   if (model_parallel(config)) placements = model->placements(grid);
   for (std::size_t i = 0; i < placements.size(); ++i)

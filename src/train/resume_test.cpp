@@ -118,6 +118,49 @@ TEST_F(Resume, AnotherNumberOfStepsIsSaidToChangeTheLearningRate) {
   EXPECT_EQ(schedule_change(then, config), "") << "after the warm-up a constant rate has no end";
 }
 
+// The decay ends at train.steps: a longer run begins it later. The end alone may differ, which is looked at
+// too.
+TEST_F(Resume, ALaterDecayIsSaidToChangeTheLearningRate) {
+  for (const auto kind : {Schedule::Kind::kWsd, Schedule::Kind::kConstant}) {
+    RunConfig config = tiny("run");
+    config.train.steps = 5000;
+    config.schedule.kind = kind, config.schedule.decay = 2;
+    TrainingState then;
+    then.step = 20, then.config = to_toml(config);
+    EXPECT_EQ(schedule_change(then, config), "");
+    config.train.steps = 4000;
+    EXPECT_THAT(schedule_change(then, config),
+                ::testing::AllOf(HasSubstr("in step 4000"), HasSubstr("train.steps = 4000 (was 5000)"),
+                                 HasSubstr(fmt::format("{:.4g}, not {:.4g}", 0.01 * 0.55, 0.01))));
+    config.train.steps = 6000;
+    EXPECT_THAT(schedule_change(then, config), HasSubstr("train.steps = 6000 (was 5000)"));
+    config.train.steps = 5000, config.schedule.decay = 4;
+    EXPECT_THAT(schedule_change(then, config), HasSubstr("schedule.decay = 4 (was 2)"));
+  }
+  RunConfig config = tiny("run");
+  TrainingState then;
+  then.step = 2, then.config = to_toml(config);
+  config.optimizer.groups = {"*norm.weight: rate=0.5"};
+  EXPECT_THAT(schedule_change(then, config),
+              HasSubstr("optimizer.groups = [\"*norm.weight: rate=0.5\"] (was [])"));
+}
+
+// In the middle of the decay, with groups of parameters and all terms of the loss.
+TEST_F(Resume, OfADecayWithGroupsAndTermsHasTheSameBits) {
+  for (const char* strategy : {"bucketed", "zero1", "zero3"})
+    for (const char* kind : {"adamw", "sgd"}) {
+      RunConfig config = tiny(fmt::format("{}-{}", strategy, kind));
+      config.parallel.strategy = strategy;
+      config.optimizer.kind = kind;
+      if (config.optimizer.kind == "sgd") config.optimizer.momentum = 0.9;
+      config.optimizer.groups = {"*norm.weight: rate=0.5 weight_decay=0.2", "*embed_tokens*: rate=2"};
+      config.schedule.kind = Schedule::Kind::kWsd;
+      config.schedule.decay = 5, config.schedule.shape = Schedule::Shape::kOneMinusSqrt;
+      config.loss.label_smoothing = 0.1, config.loss.z_loss = 1e-3;
+      expect_continued_alike(config, 3, {"model.safetensors", "optimizer.safetensors"});
+    }
+}
+
 TEST(ResumeCommand, IsByTheRunsOwnConfigurationAndQuotedForAShell) {
   RunConfig config;
   config.source = "other.toml";

@@ -329,22 +329,28 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now) {
            "not compared";
   }
   std::string keys;
+  bool other_groups = false;
   for (const ConfigKey& key : config_keys()) {
-    if (key.name != "train.steps" && !key.name.starts_with("schedule.")) continue;
+    const bool groups = key.name == "optimizer.groups";
+    if (key.name != "train.steps" && !key.name.starts_with("schedule.") && !groups) continue;
     const std::string was = toml_text(key.get(before)), is = toml_text(key.get(now));
-    if (was != is) keys += fmt::format("{}{} = {} (was {})", keys.empty() ? "" : ", ", key.name, is, was);
+    if (was == is) continue;
+    keys += fmt::format("{}{} = {} (was {})", keys.empty() ? "" : ", ", key.name, is, was);
+    other_groups |= groups;
   }
   if (keys.empty()) return {};
   const Schedule was = make_schedule(before), is = make_schedule(now);
   constexpr std::int64_t kLooks = 1000;  // over the steps to come
   const std::int64_t stride = (std::max(was.total, is.total) - then.step) / kLooks + 1;
-  for (std::int64_t step = then.step; step < is.total; step += stride)
-    if (was.at(step) != is.at(step))
-      return fmt::format(
-          "the learning rate is not the one that this checkpoint's run would have had: in step {} "
-          "{:.4g}, not {:.4g}, by {}",
-          step + 1, is.at(step), was.at(step), keys);
-  return {};
+  for (std::int64_t step = then.step; step < is.total; step = std::min(step + stride, is.total))
+    for (const std::int64_t look : {step, is.total - 1})  // a decay at the end may be short
+      if (was.at(look) != is.at(look))
+        return fmt::format(
+            "the learning rate is not the one that this checkpoint's run would have had: in step {} "
+            "{:.4g}, not {:.4g}, by {}",
+            look + 1, is.at(look), was.at(look), keys);
+  return other_groups ? "groups of parameters are not updated as in this checkpoint's run, by " + keys
+                      : std::string();
 }
 
 std::string resume_command(const RunConfig& config, int ranks, const fs::path& checkpoint) {

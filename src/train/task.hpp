@@ -102,8 +102,8 @@ struct TaskFacts {
   std::string documents = "documents";  // what samples are called
   std::string tokens = "tokens";        // what they consist of
   std::string unit = "nats per token";  // of the loss
-  bool perplexity = false;              // exp(loss) is one: the loss is a mean over tokens
-  std::string batch{}, micro_batch{};   // "8 packs of 512 tokens"
+  bool perplexity = false;  // exp(loss) is one: the loss is a mean over tokens of the plain cross entropy
+  std::string batch{}, micro_batch{};  // "8 packs of 512 tokens"
   std::int64_t train_documents = 0;
   std::int64_t validation_documents = 0;
   std::int64_t num_tokens = 0;

@@ -195,6 +195,12 @@ std::vector<ConfigKey> text_keys() {
           that cannot be proven (`verify.at_end = false`).)"),
       KEY(loss.router_z, at_least(0), R"(Weight of the router z-loss, the mean over tokens and layers of the
           squared logarithm of Σ exp(logit); 0: none.)"),
+      KEY(loss.label_smoothing, fraction(), R"(Part of each target that is spread evenly over the whole
+          vocabulary, as `label_smoothing` of `torch.nn.functional.cross_entropy`. Validation losses are
+          without it. 0: none.)"),
+      KEY(loss.z_loss, at_least(0), R"(Coefficient of the squared logarithm of Σ exp(logit), which is added to
+          each token's cross entropy (PaLM, Chowdhery et al. 2022, section 5). Validation losses are without
+          it. 0: none.)"),
       KEY(loss.selection_bias_rate, at_least(0, 1), R"(For `dots1`: step by which the selection bias of an
           expert rises if it got less than the mean, and falls if it got more; 0: not at all.)"),
 
@@ -428,6 +434,10 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
     // The whole vocabulary decides, so that ranks with unequal parts of it choose alike.
     const bool fused =
         fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size());
+    // An evaluation is of the plain cross entropy.
+    const bool training = at::GradMode::is_enabled();
+    const double smoothing = training ? config.loss.label_smoothing : 0,
+                 z = training ? config.loss.z_loss : 0;
     const LowRank* update = model.adapter() ? model.adapter()->find(0, Projection::kHead) : nullptr;
     if (fused && update) {  // further columns of one product: [x, scale x aᵀ] [W, b]ᵀ
       const at::Tensor& in = outputs.dropped.defined() ? outputs.dropped : hidden;
@@ -438,9 +448,15 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
         terms.begin(),
         {"cross_entropy",
          connected(fused ? linear_cross_entropy_sum(hidden, weight, batch.targets,
-                                                    {.weights = batch.weights, .shard = model.vocabulary()})
+                                                    {.weights = batch.weights,
+                                                     .label_smoothing = smoothing,
+                                                     .z_loss = z,
+                                                     .shard = model.vocabulary()})
                          : cross_entropy_sum(model.logits_of(outputs.hidden, outputs.dropped), batch.targets,
-                                             {.weights = batch.weights, .shard = model.vocabulary()}))});
+                                             {.weights = batch.weights,
+                                              .label_smoothing = smoothing,
+                                              .z_loss = z,
+                                              .shard = model.vocabulary()}))});
     return terms;
   };
 }
@@ -752,7 +768,7 @@ class TextTask : public Task {
 
   TaskFacts facts() const override {
     const RunConfig& c = config();
-    return {.perplexity = c.loss.kind == "token_mean" && !normalises_by_replica(c),
+    return {.perplexity = plain_loss_is_trained() && c.loss.kind == "token_mean" && !normalises_by_replica(c),
             .batch = fmt::format("{} packs of {} tokens", c.batch.packs_per_step, c.data.pack_length),
             .micro_batch = fmt::format("{} packs", c.batch.packs_per_micro_batch),
             .train_documents = static_cast<std::int64_t>(corpus_.split.train.size()),
@@ -777,6 +793,8 @@ class TextTask : public Task {
   }
 
   Baseline baseline(Group& group) const override {
+    // Comparable with the plain cross entropy alone, which is then never measured.
+    if (!plain_loss_is_trained() && corpus_.split.validation.empty()) return {};
     return {
         .name = "unigram entropy", .of = "of the training text", .value = unigram_entropy(corpus_, group)};
   }
@@ -804,6 +822,9 @@ class TextTask : public Task {
   PlainLoss plain_loss() const override { return {.name = "cross_entropy"}; }
 
  private:
+  bool plain_loss_is_trained() const {
+    return config().loss.label_smoothing == 0 && config().loss.z_loss == 0;
+  }
   std::unique_ptr<BatchLoader> loader_of(bool training, int rank, int size) const override {
     const auto& documents = training ? corpus_.split.train : corpus_.split.validation;
     if (!training && documents.empty()) return nullptr;
@@ -888,6 +909,7 @@ std::vector<RunConfig> text_accumulations(const RunConfig& config, int ranks) {
 }
 
 constexpr const char* kOnlyOfRouters = "routers are a decoder's (model.kind)";
+constexpr const char* kOnlyOfTokens = "the cross entropy over a vocabulary is a decoder's (model.kind)";
 
 void check_router_losses(const RunConfig& config) {
   const auto& loss = config.loss;
@@ -947,7 +969,9 @@ const TaskKind& text_kind() {
       .per_step = &decltype(RunConfig::batch)::packs_per_step,
       .per_micro_batch = &decltype(RunConfig::batch)::packs_per_micro_batch,
       .keys = key_table::text_keys,
-      .of_no_other = {{"loss.balance", kOnlyOfRouters},
+      .of_no_other = {{"loss.label_smoothing", kOnlyOfTokens},
+                      {"loss.z_loss", kOnlyOfTokens},
+                      {"loss.balance", kOnlyOfRouters},
                       {"loss.router_z", kOnlyOfRouters},
                       {"parallel.ep", kOnlyOfRouters},
                       {"model.lora.", "adapters are a decoder's (model.kind)"},

@@ -65,7 +65,12 @@ at::Tensor plain_token_losses(const at::Tensor& logits, const Batch& batch, cons
   at::Tensor ignored = batch.targets.eq(kIgnoreIndex);  // [T]
   if (declared.per_token) return declared.per_token(batch, logits).masked_fill(ignored, 0);
   at::Tensor target = batch.targets.masked_fill(ignored, 0).unsqueeze(1);  // [T, 1]
-  return -at::log_softmax(logits, 1).gather(1, target).squeeze(1).masked_fill(ignored, 0);
+  const at::Tensor logarithms = at::log_softmax(logits, 1);
+  at::Tensor losses = -logarithms.gather(1, target).squeeze(1);
+  if (const double part = declared.label_smoothing; part != 0)
+    losses = (1 - part) * losses - part * logarithms.mean(1);
+  if (declared.z_loss != 0) losses = losses + declared.z_loss * logits.logsumexp(1).square();
+  return losses.masked_fill(ignored, 0);
 }
 
 namespace {
@@ -206,24 +211,34 @@ class PlainOptimizer {
   explicit PlainOptimizer(const OptimizerOptions& options) : options_(options) {}
 
   // Moves `p` by `gradient`; the most that an error of 1 in the gradient's norm can move it further.
-  double update(std::size_t index, at::Tensor& p, const at::Tensor& gradient) {
-    const bool decays = p.dim() >= 2;
+  double update(std::size_t index, const std::string& name, at::Tensor& p, const at::Tensor& gradient) {
+    const auto [rate, decay] = std::visit(
+        [&](const auto& options) {
+          std::pair own(options.learning_rate, p.dim() >= 2 ? options.weight_decay : 0.0);
+          for (const ParameterGroup& group : options.groups) {
+            if (!fits(group.pattern, name)) continue;
+            own.first *= group.rate;
+            own.second = group.weight_decay.value_or(own.second);
+          }
+          return own;
+        },
+        options_);
     if (const auto* sgd = std::get_if<SgdOptions>(&options_)) {
-      const at::Tensor g = gradient + (decays ? sgd->weight_decay : 0.0) * p;
+      const at::Tensor g = gradient + decay * p;
       at::Tensor& b = state(first_, index, p);
       b = sgd->momentum * b + g;
-      p -= sgd->learning_rate * b;
-      return sgd->learning_rate / (1 - sgd->momentum);
+      p -= rate * b;
+      return rate / (1 - sgd->momentum);
     }
     const auto& adam = std::get<AdamWOptions>(options_);
     const auto t = static_cast<double>(index == 0 ? ++updates_ : updates_);
     at::Tensor &m = state(first_, index, p), &v = state(second_, index, p);
     m = adam.beta1 * m + (1 - adam.beta1) * gradient;
     v = adam.beta2 * v + (1 - adam.beta2) * gradient * gradient;
-    if (decays) p *= 1 - adam.learning_rate * adam.weight_decay;
+    p *= 1 - rate * decay;
     const at::Tensor root = (v / (1 - std::pow(adam.beta2, t))).sqrt() + adam.epsilon;
-    p -= adam.learning_rate * (m / (1 - std::pow(adam.beta1, t))) / root;
-    return p.numel() ? adam.learning_rate / root.min().item<double>() : 0;
+    p -= rate * (m / (1 - std::pow(adam.beta1, t))) / root;
+    return p.numel() ? rate / root.min().item<double>() : 0;
   }
 
  private:
@@ -280,7 +295,8 @@ OracleUpdates oracle_updates(const VerifyModel& model, const std::vector<MicroBa
     const auto scales = error_scales(step.gradients);
     for (std::size_t p = 0; p < start.size(); ++p) {
       const double coefficient = step.figures.clip_coefficient;
-      const double reach = optimizer.update(p, result.parameters[p], step.gradients[p] * coefficient);
+      const double reach =
+          optimizer.update(p, step.names[p], result.parameters[p], step.gradients[p] * coefficient);
       result.allowed[p] += reach * coefficient * Bounds{}.exact * scales[p];
     }
   }

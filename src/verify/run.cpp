@@ -206,16 +206,6 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
               }};
 }
 
-OptimizerOptions configured_optimizer(const RunConfig& config) {
-  if (config.optimizer.kind == "sgd")
-    return SgdOptions{.learning_rate = config.schedule.peak,
-                      .momentum = config.optimizer.momentum,
-                      .weight_decay = config.optimizer.adamw.weight_decay};
-  AdamWOptions options = config.optimizer.adamw;
-  options.learning_rate = config.schedule.peak;
-  return options;
-}
-
 VerifyModel as_verify_model(const RunConfig& config, const Mesh& mesh, at::Device device,
                             std::shared_ptr<TaskModel> model) {
   model->to(device);
@@ -248,6 +238,8 @@ DeclaredLoss declared_loss(const std::shared_ptr<const Task>& task, int ranks) {
   loss.mean = mean_of(config);
   if (loss.mean == Mean::kFixed) loss.denominator = config.loss.denominator;
   loss.per_token = plain.per_token;
+  loss.label_smoothing = config.loss.label_smoothing;
+  loss.z_loss = config.loss.z_loss;
   if (normalises_by_replica(config))
     loss.replicas = [task, ranks] {
       const RunConfig& own = task->config();
@@ -310,8 +302,9 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.dtype = scalar_type(config.train.dtype);
   problem.step = {.max_norm = config.train.max_norm};
   problem.clip_groups = clip_groups_of(config, "train.clip_groups");
-  if (!problem.clip_groups.empty()) check_clip_groups(config, model_without_values(config)->named());
-  problem.optimizer = configured_optimizer(config);
+  if (!problem.clip_groups.empty() || !config.optimizer.groups.empty())
+    check_groups(config, model_without_values(config)->named());
+  problem.optimizer = optimizer_options(config);
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   for (const auto& choice : layouts)
     problem.layouts.push_back(layout_of(config, choice, suffix, world, device, meshes.layouts));

@@ -385,7 +385,10 @@ std::string DeclaredLoss::text() const {
                            : mean == Mean::kFixed   ? fmt::format("sum divided by {:g}", denominator)
                            : mean == Mean::kNone    ? "sum"
                                                     : "token mean";
-  return replicas ? "mean of per-replica " + kind + "s, which depends on the layout" : kind;
+  std::string more;
+  if (label_smoothing != 0) more += fmt::format(", label smoothing {:g}", label_smoothing);
+  if (z_loss != 0) more += fmt::format(", z-loss {:g}", z_loss);
+  return (replicas ? "mean of per-replica " + kind + "s, which depends on the layout" : kind) + more;
 }
 
 Verdict verify(const VerifyProblem& problem, Group& group) {

@@ -128,13 +128,13 @@ void read_pipeline(const fs::path& file) {
 // Its lines as patterns, each against the names of a model, and as groups of a configuration.
 void read_patterns(const fs::path& file) {
   RunConfig config;
-  config.train.clip_groups = lines_of(file, 20);
+  config.train.clip_groups = config.optimizer.groups = lines_of(file, 20);
   const std::vector<std::pair<std::string, at::Tensor>> named{
       {"model.layers.0.mlp.up_proj.weight", at::zeros({1}).requires_grad_()},
       {std::string(300, 'a') + "b", at::zeros({1}).requires_grad_()}};
   for (const std::string& line : config.train.clip_groups)
     for (const auto& [name, value] : named) matches(line, name);
-  check_clip_groups(config, named);
+  check_groups(config, named);
 }
 
 }  // namespace
