@@ -8,13 +8,13 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDED = {
-    "configuration keys": 159,  # schedule.decay, schedule.decay_shape, loss.label_smoothing, loss.z_loss, optimizer.groups; model.lora.*: rank, alpha, targets, dropout, b_range; data: on_bad_line, train_on, drop_doubled_mark, packing
+    "configuration keys": 163,  # run.on_signal.usr1 and usr2, checkpoint.every_seconds and keep_best; schedule.decay, schedule.decay_shape, loss.label_smoothing, loss.z_loss, optimizer.groups; model.lora.*: rank, alpha, targets, dropout, b_range; data: on_bad_line, train_on, drop_doubled_mark, packing
     "environment variables": 7,
     "findings": 83,  # other_reduction, padding_seen, evaluation_mode; gradient_of_earlier_step, loss_over_own_samples, samples_weighted_differently, micro_batches_not_reduced, norm_before_reduction, values_clipped, other_denominator, other_mean
     "commands": 34,  # tensor, expert and pipeline of `bench` are three rows of its table, which were one call; export; serve, its status and key, and `bench serve`; calibrate, plan; help; report; completions; texts, hidden
     "options of commands": 141,  # verify: --server, --api-key-file, --base, --adapters; export: checkpoint, directory, --merge; serve: its bases, state, address, keys and limits; bench serve: --threads, --skyrl; serve: --ranks, --set; calibrate: --ranks, --output; plan: its model, cluster and work, what it writes, --try, --validate; every verb: --quiet, --verbose, --color; help: its verb; report: runs, --html; config: --schema; completions: its shell; help: --man; data pack: --train-on-all, --drop-doubled-mark; texts: its file
     "public headers": 27,  # lora.hpp, sampler.hpp, planner.hpp
-    "public functions and types": 456,  # BatchInputs, whose missing element is named; ParameterGroup, check_groups; a user's own module: ModuleRef and its refusal, one_term, evaluate, LoaderSampler, write_weights, read_weights, load_checkpoint; adapters, the sampler, losses of log-probabilities, AdamW's options; the planner's plain data and functions
+    "public functions and types": 457,  # Requests, wishes of a rank for all ranks after a step; BatchInputs, whose missing element is named; ParameterGroup, check_groups; a user's own module: ModuleRef and its refusal, one_term, evaluate, LoaderSampler, write_weights, read_weights, load_checkpoint; adapters, the sampler, losses of log-probabilities, AdamW's options; the planner's plain data and functions
     "public names in Python": 21,  # Term, of a loss with several; all_gather_rows, which no version of torch deprecates
 }
 

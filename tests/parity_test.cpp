@@ -37,7 +37,7 @@ struct Setting {
   std::function<MicroBatches(const Mesh&, int step)> batches = [](const Mesh& mesh, int step) {
     return toy::make_step(mesh.size(mesh.data()), 2, step)[static_cast<std::size_t>(mesh.place(mesh.data()))];
   };
-  int stops = -1;  // the rank that asks for it
+  int stops = -1;  // the rank that asks for it, and the next one for a save
   double learning_rate = 0, max_norm = 0;
   int steps = 1;
 };
@@ -71,7 +71,9 @@ Outcome train(const Setting& setting) {
         },
         *layout, *mean, *optimizer, {.max_norm = setting.max_norm});
     for (int i = 0; i < setting.steps; ++i) {
-      step.accumulate(setting.batches(mesh, i), setting.stops == world.rank);
+      const bool stops = setting.stops == world.rank,
+                 saves = setting.stops >= 0 && (setting.stops + 1) % world.size == world.rank;
+      step.accumulate(setting.batches(mesh, i), Requests(stops, saves));
       outcome.local[world.rank].clear();
       if (!setting.options.overlap)
         for (auto& view : layout->views()) outcome.local[world.rank].push_back(view.gradient.clone());
@@ -314,8 +316,10 @@ TEST(IdleAxis, OneRankStopsAll) {
   for (const int stops : {-1, 0, 1, 2, 3}) {
     const Outcome trained =
         train({.strategy = {.name = "zero1", .stage = 1}, .data = 2, .tp = 2, .stops = stops});
-    for (const StepReport& report : trained.reports)
+    for (const StepReport& report : trained.reports) {
       EXPECT_EQ(report.step_counts.stop_requested, stops >= 0) << stops;
+      EXPECT_EQ(report.step_counts.save_requested, stops >= 0) << stops;
+    }
   }
 }
 

@@ -21,11 +21,11 @@ namespace isograd::planted {
 struct MeanOfMicroBatchMeans : TokenMean {
   mutable std::vector<std::int64_t> counts;
   mutable std::size_t next = 0;
-  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+  StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests) override {
     counts.clear();
     next = 0;
     for (const Batch& batch : micro_batches) counts.push_back(batch.num_targets());
-    return TokenMean::count(micro_batches, data, stop);
+    return TokenMean::count(micro_batches, data, requests);
   }
   Denominator denominator(const StepCounts& step_counts) const override {
     return {.value = static_cast<double>(step_counts.micro_batches)};
@@ -42,8 +42,8 @@ struct MeanOfMicroBatchMeans : TokenMean {
 // B7: mean over the rank's own tokens, averaged over ranks.
 struct MeanOfRankMeans : TokenMean {
   std::int64_t own = 0, ranks = 0;
-  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    const StepCounts step_counts = TokenMean::count(micro_batches, data, stop);
+  StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests) override {
+    const StepCounts step_counts = TokenMean::count(micro_batches, data, requests);
     own = std::max<std::int64_t>(1, step_counts.targets_by_rank.at(data.rank()));
     ranks = data.size();
     return step_counts;
@@ -62,8 +62,8 @@ struct CountNotReduced : MeanOfRankMeans {
 struct CountsPeers : TokenMean {
   int peers;
   explicit CountsPeers(int peers_) : peers(peers_) {}
-  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    StepCounts step_counts = TokenMean::count(micro_batches, data, stop);
+  StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests) override {
+    StepCounts step_counts = TokenMean::count(micro_batches, data, requests);
     step_counts.targets *= peers;
     return step_counts;
   }

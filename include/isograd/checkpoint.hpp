@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,7 @@ struct TrainingState {
   std::map<std::string, std::int64_t> missed_updates{};
   // Further keys and values that determine the order of the data. Empty for text.
   std::map<std::string, std::string> order{};
+  std::optional<double> validation_loss{};  // after `step`; absent where it was not measured
 };
 
 // root/step-00000100
@@ -57,12 +59,14 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& root, std::in
 // The complete checkpoints below `root`, by ascending step. Half-written ones are never listed.
 std::vector<std::filesystem::path> list_checkpoints(const std::filesystem::path& root);
 
-// `which`: "latest" (the highest step below `root`) or a checkpoint's directory. ConfigError: there is none.
+// `which`: "latest" (the highest step below `root`), "best" (the lowest validation loss), "auto" (the latest;
+// an empty path where there is none) or a checkpoint's directory. ConfigError: there is none.
 std::filesystem::path resolve_checkpoint(const std::filesystem::path& root, const std::string& which);
 
 struct SaveOptions {
   std::filesystem::path root;  // folder of checkpoints
   std::int64_t keep = 2;  // number of newest checkpoints to keep; older ones go once the new one is complete
+  std::int64_t keep_best = 0;  // number of those with the lowest validation loss to keep in addition
   // The layout of a model that is sharded over model-parallel ranks; null: each rank has it whole, or shards.
   const Layout* placed = nullptr;
   bool makes_folders = true;  // creates `root` and its parents; false: ConfigError when the parent is missing

@@ -203,12 +203,19 @@ struct TermValue {
 // A model's forward and loss, as the step calls them, with a prepared batch.
 using ForwardLossTerms = std::function<LossTerms(const Batch&)>;
 
+// Wishes of a rank for all ranks once the step is made; they travel with the step's counts.
+struct Requests {
+  Requests(bool stop_requested = false, bool save_requested = false)  // NOLINT: of a stop alone, a bool
+      : stop(stop_requested), save(save_requested) {}
+  bool stop, save;
+};
+
 // Counts of a step: global numbers, the same on all ranks, except `sample_sizes` and `rank`.
 struct StepCounts {
   std::int64_t targets = 0;                     // targets that carry loss
   std::int64_t tokens = 0;                      // tokens
   std::int64_t micro_batches = 0;               // over all ranks
-  bool stop_requested = false;                  // by any rank
+  bool stop_requested = false, save_requested = false;  // by any rank
   std::vector<std::int64_t> targets_by_rank{};  // [W]
 
   int rank = 0;                           // of this object
@@ -267,7 +274,7 @@ class Normalizer {
   // Collective, before any forward: one all-reduce with a slot per rank, and an all-gather where samples are
   // split over ranks. ConfigError on every rank for bad input of any: weights negative, not finite or under
   // the token mean; contradictory samples; ranks with different means.
-  virtual StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop_requested);
+  virtual StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests);
   virtual Denominator denominator(const StepCounts& step_counts) const;
   // Returns the batch with the weights that the forward's sums need; shares all other tensors.
   virtual Batch prepare(const Batch& batch, const Denominator& denominator) const;
@@ -288,7 +295,7 @@ class Normalizer {
  protected:
   explicit Normalizer(Mean mean, NormalizerOptions options = {}, double fixed = 1);
   friend class Deferred;
-  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
+  StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests,
                    const std::set<std::int64_t>& earlier_samples);
 
  private:
@@ -325,7 +332,7 @@ class FixedDenominator : public Normalizer {
 class Deferred : public Normalizer {
  public:
   explicit Deferred(std::unique_ptr<Normalizer> of);
-  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop_requested) override;
+  StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests) override;
   Denominator denominator(const StepCounts& step_counts) const override;
   at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override;
   bool deferred() const override { return true; }

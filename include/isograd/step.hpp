@@ -153,12 +153,12 @@ class Step {
   ~Step();
 
   // Runs this rank's micro-batches of the step, possibly none. Collective, like finish().
-  void accumulate(const MicroBatches& micro_batches, bool stop_requested = false);
+  void accumulate(const MicroBatches& micro_batches, Requests requests = {});
   StepReport finish();
-  StepReport operator()(const MicroBatches& micro_batches, bool stop_requested = false);
+  StepReport operator()(const MicroBatches& micro_batches, Requests requests = {});
   template <std::same_as<Batch> One>  // step(batch): one micro-batch; step({}) stays none
-  StepReport operator()(const One& batch, bool stop_requested = false) {
-    return (*this)(MicroBatches{batch}, stop_requested);
+  StepReport operator()(const One& batch, Requests requests = {}) {
+    return (*this)(MicroBatches{batch}, requests);
   }
   template <typename... Arguments>
   requires(!step_arguments::are_batches<Arguments...>) StepReport operator()(const Arguments&...) {

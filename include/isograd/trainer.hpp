@@ -96,10 +96,13 @@ struct TrainerHooks {
 struct Outcome {
   enum class End {
     kFinished,  // all steps made
-    kStopped,   // SIGINT, SIGTERM or SIGHUP: saved after the same step on all ranks; an orderly end
+    kStopped,   // a signal asked for it: saved after the same step on all ranks; an orderly end
     kDiverged,  // a loss or gradient that is not finite, with train.on_non_finite = "stop": not saved
     kRefuted,   // TrainerHooks::check found the run to be wrong: not saved
   } end = End::kFinished;
+  // A signal other than Ctrl-C ended it before it was finished, and the same command goes on
+  // (checkpoint.resume = "auto").
+  bool again = false;
   std::int64_t steps = 0;    // made, with those before a resume
   std::int64_t skipped = 0;  // refused because not finite (train.on_non_finite = "skip")
   std::string not_finite;    // what was not finite in the last such step, and where; empty: not known
@@ -126,13 +129,14 @@ struct Outcome {
   std::filesystem::path report;      // rank 0 only
   std::vector<ReportTable> tables;   // from on_finish; rank 0 only
 
-  // 0: finished or stopped in order. 1: diverged, refuted by a check, or a table did not pass.
+  // 0: finished or stopped in order. 1: diverged, refuted by a check, or a table did not pass. kStatusAgain:
+  // `again`.
   int exit_status() const;
 };
 
 // Every rank constructs one with its World and calls run() once. Errors are thrown on every rank, also for a
 // run.directory with another run in it. The first SIGINT, SIGTERM or SIGHUP asks for an orderly stop, another
-// one a second or more later ends the process.
+// one a second or more later ends the process. SIGUSR1 and SIGUSR2 do what run.on_signal says.
 class Trainer {
  public:
   Trainer(const RunConfig& config, World& world, TrainerHooks hooks = {});

@@ -53,19 +53,25 @@ World join(const JoinOptions& options = {});
 // thread. The first rank to throw poisons the group; its error is rethrown here and names the rank.
 void run_ranks(int size, const std::function<void(World&)>& body, const JoinOptions& options = {});
 
+// Exit status of a rank, or of a run, that has saved and is to be run again (EX_TEMPFAIL). No failure.
+inline constexpr int kStatusAgain = 75;
+
 struct LaunchOptions {
   int ranks = 1;
   std::chrono::milliseconds grace = std::chrono::seconds(10);  // for the others to end after a failure
   bool prefix_output = false;                                  // "[rank] " before each line
   std::string backend = "shm";  // or "nccl"; "mpi", "shm+mpi": mpirun starts the ranks
+  // Ranks that we start begin with SIGUSR1 and SIGUSR2 blocked, and unblock them where they handle them.
+  bool holds_user_signals = false;
 };
 
 // Starts `command` (argv, searched in PATH) as `ranks` processes of this host with the variables that join()
-// reads and OMP_NUM_THREADS=1 unless it is set. Passes SIGINT, SIGTERM and SIGHUP on. When a rank fails the
-// others get `grace` to end (stopped ones none), then SIGTERM, then SIGKILL. Returns 0, or the most
-// informative status: 3 if any rank was killed by a signal (named on stderr) or lost a peer, else the first
-// non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The ranks read nothing
-// from the terminal and are killed when this process is. mpirun has its own (src/comm/README.md).
+// reads and OMP_NUM_THREADS=1 unless it is set. Passes SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 on. When
+// a rank fails the others get `grace` to end (stopped ones none), then SIGTERM, then SIGKILL. Returns 0, or
+// the most informative status: 3 if any rank was killed by a signal (named on stderr) or lost a peer, else
+// the first that is neither 0 nor kStatusAgain, else kStatusAgain if a rank has it; 128 + n if the ranks
+// ended by signal n because it was passed on. The ranks read nothing from the terminal and are killed when
+// this process is. mpirun has its own (src/comm/README.md).
 int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options);
 
 // ---- Mesh ----

@@ -51,9 +51,10 @@ pid_t start_child(const std::string& program, const std::vector<std::string>& co
     if (setup.own_group) ::setpgid(0, 0);
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (::getppid() != parent) ::_exit(127);  // it ended before that call
-    sigset_t none;
-    sigemptyset(&none);
-    ::sigprocmask(SIG_SETMASK, &none, nullptr);
+    sigset_t blocked;
+    sigemptyset(&blocked);
+    if (setup.holds_user_signals) sigaddset(&blocked, SIGUSR1), sigaddset(&blocked, SIGUSR2);
+    ::sigprocmask(SIG_SETMASK, &blocked, nullptr);
     for (const int signal : {SIGINT, SIGTERM, SIGPIPE, SIGHUP})
       if (!(signal == SIGHUP && outlives_hang_up) && !(signal == SIGINT && no_interrupt))
         ::signal(signal, SIG_DFL);

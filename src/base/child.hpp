@@ -16,6 +16,8 @@ struct ChildSetup {
   // A process group of its own: a terminal's Ctrl-C reaches it through this process alone, and its own
   // children can be ended with it.
   bool own_group = false;
+  // SIGUSR1 and SIGUSR2 wait until the program unblocks them; by default they would end one that is starting.
+  bool holds_user_signals = false;
   double most_bytes = std::numeric_limits<double>::infinity();  // of private memory
   // A line for its error output where the program cannot be executed, with status 2; empty: 127 alone, as a
   // shell.

@@ -31,8 +31,9 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
       "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which isograd::join() and torch.distributed\n"
       "read. With --backend mpi or shm+mpi it gets mpirun's variables instead.\n\n"
       "  isograd launch -n 2 -- ./my_trainer --epochs 3\n\n"
+      "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks.\n"
       "Exit status: 0 if all ranks ended with 0; 3 if a rank was killed or lost a peer; otherwise the\n"
-      "first status that is not 0.");
+      "first status that is neither 0 nor 75; 75 if a rank has saved and is to be run again.");
   const auto action = [flags, &invocation] {
     if (invocation.command.empty())
       refuse("isograd launch", "no command", "-- COMMAND ...",

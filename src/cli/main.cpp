@@ -225,7 +225,8 @@ int run(int argc, char** argv) {
   program.require_subcommand(1);
   program.footer(
       "isograd help VERB prints the options of a verb. Exit status: 0 done; 1 the requested work failed;\n"
-      "2 bad input; 3 a rank was lost; 4 a defect of isograd; 128 + n ended by signal n (docs/errors.md).");
+      "2 bad input; 3 a rank was lost; 4 a defect of isograd; 75 saved, run it again; 128 + n ended by\n"
+      "signal n (docs/errors.md).");
   std::vector<Verb> verbs = {train_verb(program, invocation),
                              verify_verb(program, invocation),
                              compare_verb(program),

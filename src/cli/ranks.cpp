@@ -61,7 +61,9 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
     command.insert(command.end(), invocation.arguments.begin(), invocation.arguments.end());
     // mpirun gives each rank a terminal of its own, whatever this process writes to.
     command.insert(command.end(), {"--color", in_colour(stdout) ? "always" : "never"});
-    return launch_ranks(command, {.ranks = ranks, .backend = backend_of(config, ranks)});
+    return launch_ranks(command, {.ranks = ranks,
+                                  .backend = backend_of(config, ranks),
+                                  .holds_user_signals = flags.handles_user_signals});
   }
   const auto timeout =
       std::chrono::milliseconds(std::llround(std::ceil(config.parallel.timeout_seconds * 1e3)));

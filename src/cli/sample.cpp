@@ -123,6 +123,10 @@ int run(const SampleFlags& flags) {
 
 fs::path find_model(const fs::path& given, const std::string& verb) {
   if (fs::exists(given / "state.json")) return given;
+  if (given.filename() == "best" && !fs::exists(given)) {  // RUN/best, RUN/checkpoints/best
+    const fs::path run = given.parent_path(), root = run / "checkpoints";
+    return resolve_checkpoint(fs::is_directory(root) ? root : run, "best");
+  }
   if (fs::is_directory(given / "checkpoints")) return resolve_checkpoint(given / "checkpoints", "latest");
   if (fs::exists(given / "config.json")) return given;
   require_model_folder(given.string(), verb);
@@ -139,7 +143,7 @@ Verb sample_verb(CLI::App& program) {
   auto flags = std::make_shared<SampleFlags>();
   SampleRequest& options = flags->options;
   verb->add_option("CHECKPOINT", flags->checkpoint,
-                   "a checkpoint, the folder of a run (its latest checkpoint), or a Hugging Face directory")
+                   "a checkpoint, the folder of a run (its latest checkpoint), RUN/best, or a Hugging Face directory")
       ->required();
   constexpr double kMany = 0x1p30;
   add_option(*verb, "--seed", options.seed,

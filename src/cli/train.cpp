@@ -12,6 +12,7 @@
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
+#include "train/rank_zero.hpp"
 #include "train/run_folder.hpp"
 #include "train/task.hpp"
 #include "verify/run.hpp"
@@ -85,15 +86,19 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   verb->footer(
       "Writes report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ to run.directory.\n"
       "A folder that holds an earlier run is refused: name another one, resume, or give --overwrite.\n"
-      "Ctrl-C, SIGTERM and SIGHUP stop all ranks after the current step. isograd then saves a checkpoint\n"
-      "and prints the command that continues.\n"
+      "Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop all ranks after the current step. isograd then saves a\n"
+      "checkpoint and prints the command that continues. SIGUSR2 saves and goes on (run.on_signal).\n"
+      "With checkpoint.resume=auto one command starts and continues a run: docs/preemption.md.\n"
       "\n"
       "  isograd train examples/first_light.toml --ranks 2\n"
       "  isograd train run.toml --set checkpoint.resume=latest\n"
       "\n"
       "Exit status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
-      "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could save.");
+      "3 a rank was lost; 4 a defect of isograd; 75 saved, with checkpoint.resume=auto: run the same\n"
+      "command again; 128 + n: ended by signal n before it could save.");
   const auto action = [flags, &invocation] {
+    StopSignals::hold();
+    flags->handles_user_signals = true;
     std::signal(SIGPIPE, SIG_IGN);  // a run continues when its output is closed: the folder has the results
     std::vector<std::string> sets;
     if (!flags->json_log.empty()) sets.push_back("run.json_log=" + flags->json_log);

@@ -146,7 +146,8 @@ struct RunFlags {
   std::optional<int> ranks;
   std::vector<std::string> sets;
   std::string device, backend;
-  bool overwrite = false;  // for verbs that write a run's folder
+  bool overwrite = false;             // for verbs that write a run's folder
+  bool handles_user_signals = false;  // the verb handles SIGUSR1 and SIGUSR2, which wait until it does
 };
 
 void add_run_flags(CLI::App& verb, RunFlags& flags);
@@ -159,7 +160,8 @@ RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_set
 int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfig& config,
              const std::function<int(World&)>& body);
 
-// A checkpoint, a run's folder (its latest checkpoint), or a Hugging Face directory. ConfigError at `verb`.
+// A checkpoint, a run's folder (its latest checkpoint), RUN/best (by validation loss), or a Hugging Face
+// directory. ConfigError at `verb`.
 std::filesystem::path find_model(const std::filesystem::path& given, const std::string& verb);
 
 // This process's rank if there are several; nothing for a process on its own.

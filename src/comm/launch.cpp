@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -50,8 +51,9 @@ struct Child {
   bool ended_by_us = false;   // and that ended it
 };
 
-constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP};
-constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGPIPE};  // the forwarded ones first
+constexpr std::array kForwardedSignals = {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2};
+// The forwarded ones first.
+constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD, SIGPIPE};
 
 // The file for execve(). ConfigError when PATH has no such executable.
 std::string find_program(const std::string& name) {
@@ -85,12 +87,13 @@ Texts environment_with(Texts replaced) {
 // Starts `program` in its own process group. `out` and `err` become its output (-1: inherited) and are closed
 // here. `name` is used in the ConfigError when no process can be created.
 Child start_process(const std::string& program, const Texts& command, const Texts& environment, int out,
-                    int err, const std::string& name) {
+                    int err, const std::string& name, bool holds_user_signals = false) {
   const pid_t pid = start_child(program, command,
                                 {.out = out,
                                  .err = err,
                                  .environment = &environment,
                                  .own_group = true,
+                                 .holds_user_signals = holds_user_signals,
                                  .unless_executed = "launch: the command could not be executed\n"});
   const int error = errno;
   if (out >= 0) ::close(out);
@@ -118,12 +121,12 @@ void make_pipe(int ends[2], const std::string& where, const std::string& expecte
 }
 
 // One counter for each of kForwardedSignals. The pipe wakes the loop.
-std::atomic<int> arrived[3];
+std::array<std::atomic<int>, kForwardedSignals.size()> arrived;
 std::atomic<int> wake_pipe{-1};
 
 void on_signal(int signal) {
   const int kept = errno;
-  for (int i = 0; i < 3; ++i)
+  for (std::size_t i = 0; i < arrived.size(); ++i)
     if (kForwardedSignals[i] == signal) arrived[i].fetch_add(1);
   const char byte = 0;
   if (wake_pipe.load() >= 0) (void)!::write(wake_pipe.load(), &byte, 1);
@@ -139,19 +142,22 @@ class SignalScope {
     ::fcntl(pipe_[1], F_SETFL, O_NONBLOCK);
     for (auto& count : arrived) count = 0;
     wake_pipe = pipe_[1];
-    for (int i = 0; i < 5; ++i) {
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
       struct sigaction action {};
       // If SIGCHLD were ignored, waitpid() could not report how a rank ended.
-      action.sa_handler = i < 3 ? on_signal : kSignals[i] == SIGCHLD ? SIG_DFL : SIG_IGN;
+      action.sa_handler = i < arrived.size() ? on_signal : kSignals[i] == SIGCHLD ? SIG_DFL : SIG_IGN;
       sigemptyset(&action.sa_mask);
       ::sigaction(kSignals[i], &action, &before_[i]);
       // nohup: the ranks must survive the hang-up too.
       if (kSignals[i] == SIGHUP && before_[i].sa_handler == SIG_IGN)
         ::sigaction(SIGHUP, &before_[i], nullptr);
     }
+    sigset_t held;  // by a caller, until somebody handles them
+    sigemptyset(&held), sigaddset(&held, SIGUSR1), sigaddset(&held, SIGUSR2);
+    ::pthread_sigmask(SIG_UNBLOCK, &held, nullptr);
   }
   ~SignalScope() {
-    for (int i = 0; i < 5; ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
+    for (std::size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
     wake_pipe = -1;
     for (const int end : pipe_) ::close(end);
   }
@@ -165,13 +171,13 @@ class SignalScope {
     char bytes[64];
     while (::read(pipe_[0], bytes, sizeof(bytes)) > 0) {
     }
-    for (int i = 0; i < 3; ++i)
+    for (std::size_t i = 0; i < arrived.size(); ++i)
       for (int n = arrived[i].exchange(0); n > 0; --n) pass_on(kForwardedSignals[i]);
   }
 
  private:
   int pipe_[2] = {-1, -1};
-  struct sigaction before_[5]{};
+  std::array<struct sigaction, kSignals.size()> before_{};
 };
 
 // Forwards the output of rank processes line by line, with the rank as a prefix.
@@ -301,7 +307,8 @@ class Launch {
         const auto [out, err] = relay_.output ? relay_.output->open(rank) : std::pair{-1, -1};
         children_.push_back(start_process(program, command,
                                           rank_environment(rank, options.ranks, free.port, store), out, err,
-                                          fmt::format("rank {} of {}", rank, options.ranks)));
+                                          fmt::format("rank {} of {}", rank, options.ranks),
+                                          options.holds_user_signals));
       }
     } catch (...) {
       signal_all(SIGKILL);
@@ -358,7 +365,9 @@ class Launch {
                           (WTERMSIG(status) == SIGTERM || WTERMSIG(status) == SIGKILL);
       const std::string ended = fmt::format("rank {} (pid {}) {}", rank, child.pid, how_it_ended(status));
       if (killed(status) && !child.ended_by_us) print(stderr, ended + "\n");
-      if (status == 0 || first_failure_ >= 0) continue;
+      const bool again = WIFEXITED(status) && WEXITSTATUS(status) == kStatusAgain;
+      again_ |= again;
+      if (status == 0 || again || first_failure_ >= 0) continue;
       first_failure_ = static_cast<int>(rank);
       failed_at_ = Clock::now();
       // Without this, ranks that wait for the failed rank to join would wait for their whole timeout.
@@ -396,7 +405,7 @@ class Launch {
       const bool lost_a_peer = WIFEXITED(child.status) && WEXITSTATUS(child.status) == kStatusPeerLost;
       if (lost_a_peer || killed(child.status)) return kStatusPeerLost;
     }
-    if (first_failure_ < 0) return 0;
+    if (first_failure_ < 0) return again_ ? kStatusAgain : 0;
     const int status = children_[static_cast<std::size_t>(first_failure_)].status;
     return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   }
@@ -406,6 +415,7 @@ class Launch {
   std::unique_ptr<LocalStoreServer> store_;
   std::vector<Child> children_;
   int first_failure_ = -1;  // the rank; -1: none has failed
+  bool again_ = false;      // a rank has ended with kStatusAgain
   Clock::time_point failed_at_;
   enum class Ending { kNotYet, kAsked, kKilled } ending_ = Ending::kNotYet;
 };
@@ -461,13 +471,20 @@ int launch_through_mpirun(const Texts& command, const LaunchOptions& options) {
       start_process(mpirun, arguments, environment_with(variables), -1, -1, "mpirun")};
   const Child& child = children[0];
   int status = 0;
+  std::vector<int> early;  // signals to save, which would end mpirun while it has not started the ranks yet
   do {
-    relay.wait(children, [&](int signal) {
+    const auto pass_on = [&](int signal) {
       // Signal the ranks directly: mpirun would end them instead of passing the signal on.
       const auto ranks = children_of(child.pid);
       for (const pid_t rank : ranks) ::kill(::getpgid(rank) == rank ? -rank : rank, signal);
-      if (ranks.empty()) ::kill(child.pid, signal);  // mpirun has not started the ranks yet
-    });
+      if (!ranks.empty()) return;
+      if (signal == SIGUSR1 || signal == SIGUSR2)
+        early.push_back(signal);
+      else
+        ::kill(child.pid, signal);
+    };
+    for (const int signal : std::exchange(early, {})) pass_on(signal);
+    relay.wait(children, pass_on);
   } while (::waitpid(child.pid, &status, WNOHANG) != child.pid);
   if (child.pidfd >= 0) ::close(child.pidfd);
   if (relay.output) relay.output->finish();

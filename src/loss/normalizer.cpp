@@ -232,7 +232,7 @@ std::map<std::int64_t, Sample> join(const at::Tensor& rows, const std::vector<st
 
 }  // namespace
 
-OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
+OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, Requests requests,
                     const std::set<std::int64_t>& earlier_samples) {
   OwnCounts counts;
   counts.slot.assign(kSlotWidth, 0);
@@ -241,7 +241,7 @@ OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool st
     counter.add(micro_batches[i], static_cast<std::int64_t>(i));
   counter.finish();
   counts.slot[kMicroBatches] = std::ssize(micro_batches);
-  counts.slot[kStop] = stop_requested ? 1 : 0;
+  counts.slot[kStop] = requests.stop ? 1 : 0, counts.slot[kSave] = requests.save ? 1 : 0;
   counts.slot[kRule] = static_cast<std::int64_t>(rule.mean) + (rule.signed_weights ? 50 : 0) +
                        (rule.samples ? 100 : 0) + std::int64_t{1000} * rule.replicas;
   counts.slot[kRuleValueBits] = bits(rule.fixed);
@@ -273,6 +273,7 @@ StepCounts merge(const at::Tensor& slots, int rank, const Rule& rule) {
     step_counts.global_micro_batches = step_counts.call_micro_batches =
         std::max(step_counts.global_micro_batches, slot[kMicroBatches]);
     step_counts.stop_requested |= slot[kStop] != 0;
+    step_counts.save_requested |= slot[kSave] != 0;
     step_counts.weights += number(slot[kWeightsBits]);
     step_counts.samples += slot[kWholeSamples];
     step_counts.silent += slot[kSilentSamples];
@@ -395,6 +396,7 @@ void add(StepCounts& total, const StepCounts& call) {
   add(total.weights_by_rank, call.weights_by_rank);
   total.weights += call.weights;
   total.stop_requested |= call.stop_requested;
+  total.save_requested |= call.save_requested;
   total.rank = call.rank;
   total.call_micro_batches = call.call_micro_batches;
   total.sample_sizes = call.sample_sizes;  // those of earlier calls have been used
@@ -513,18 +515,18 @@ Normalizer::Normalizer(Mean mean, NormalizerOptions options, double fixed)
         "Take NoDenominator or FixedDenominator, without count_samples; or divide by a count of your own, as Batch::weights of a WeightedMean");
 }
 
-StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
-  return count(micro_batches, data, stop_requested, {});
+StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, Requests requests) {
+  return count(micro_batches, data, requests, {});
 }
 
-StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
+StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, Requests requests,
                              const std::set<std::int64_t>& earlier_samples) {
   const counting::Rule rule{.mean = mean_,
                             .samples = mean_ == Mean::kSamples || options_.count_samples,
                             .replicas = options_.replicas,
                             .fixed = fixed_,
                             .signed_weights = options_.signed_weights};
-  const auto own = counting::count_own(micro_batches, rule, stop_requested, earlier_samples);
+  const auto own = counting::count_own(micro_batches, rule, requests, earlier_samples);
   at::Tensor slots = at::zeros({data.size(), counting::kSlotWidth}, at::kLong);  // [W, kSlotWidth]
   std::copy(own.slot.begin(), own.slot.end(),
             slots.mutable_data_ptr<std::int64_t>() + data.rank() * counting::kSlotWidth);
@@ -685,8 +687,8 @@ void Deferred::begin_step() {
   samples_.clear();
 }
 
-StepCounts Deferred::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
-  add(total_, of_->count(micro_batches, data, stop_requested, samples_));
+StepCounts Deferred::count(const MicroBatches& micro_batches, Group& data, Requests requests) {
+  add(total_, of_->count(micro_batches, data, requests, samples_));
   if (mean() == Mean::kSamples)
     for (const Batch& batch : micro_batches)
       samples_.insert(batch.sample_ids.begin(), batch.sample_ids.end());

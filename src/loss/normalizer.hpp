@@ -20,6 +20,7 @@ enum CountSlot : std::int64_t {
   kTokens,
   kMicroBatches,
   kStop,
+  kSave,
   kWeightsBits,
   kHasWeights,
   kWholeSamples,   // samples with T_b > 0 that lie here in full
@@ -57,7 +58,7 @@ struct OwnCounts {
   bool is_cut(const Sample& sample) const { return sample.held > 0 && sample.held < sample.declared; }
 };
 
-OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool stop_requested,
+OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, Requests requests,
                     const std::set<std::int64_t>& earlier_samples);
 
 // slots [W, kSlotWidth], the sum over ranks. Throws what any rank found wrong, on all ranks in the same

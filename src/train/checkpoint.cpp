@@ -169,6 +169,7 @@ void state_fields(State& state, Visit visit) {
   visit("bucket_order", state.bucket_order);
   visit("order", state.order);
   visit("missed_updates", state.missed_updates);
+  visit("validation_loss", state.validation_loss);
 }
 
 struct Reader {
@@ -181,6 +182,11 @@ struct Reader {
   const nlohmann::json& at(const char* key) const {
     if (!json.contains(key)) bad(key, "no such key", "a value");
     return json[key];
+  }
+  void operator()(const char* key, std::optional<double>& value) const {
+    if (!json.contains(key) || json[key].is_null()) return;
+    if (!json[key].is_number()) bad(key, json[key].dump(), "a number, or null");
+    value = json[key].get<double>();
   }
   template <class Value>
   void operator()(const char* key, Value& value) const {
@@ -308,21 +314,38 @@ std::vector<fs::path> list_checkpoints(const fs::path& root) {
   });
 }
 
+std::vector<std::pair<double, fs::path>> best_checkpoints(const fs::path& root, std::int64_t step) {
+  std::vector<std::pair<double, fs::path>> losses;
+  for (const auto& path : list_checkpoints(root)) {
+    if (*checkpoint_step(path) > step || !fs::exists(path / kStateFile)) continue;
+    const nlohmann::json state = parse_json(read_file(path / kStateFile)).value;
+    const auto loss = state.is_object() ? state.value("validation_loss", nlohmann::json()) : nlohmann::json();
+    if (loss.is_number()) losses.emplace_back(loss.get<double>(), path);
+  }
+  std::ranges::stable_sort(losses, {}, &std::pair<double, fs::path>::first);
+  return losses;
+}
+
 fs::path resolve_checkpoint(const fs::path& root, const std::string& which) {
-  if (which == "latest") {
-    auto found = list_checkpoints(root);
-    if (found.empty())
-      refuse("checkpoint.resume = \"latest\"", "no complete checkpoint in " + root.string(),
-             "at least one folder step-NNNNNNNN",
-             "Check run.directory, or leave checkpoint.resume out to start anew");
-    return found.back();
+  if (which == "latest" || which == "best" || which == "auto") {
+    const bool best = which == "best";
+    if (best) {
+      if (const auto found = best_checkpoints(root); !found.empty()) return found.front().second;
+    } else if (const auto found = list_checkpoints(root); !found.empty() || which == "auto") {
+      return found.empty() ? fs::path() : found.back();
+    }
+    refuse(fmt::format("checkpoint.resume = \"{}\"", which),
+           fmt::format("no complete checkpoint{} in {}", best ? " with a validation loss" : "",
+                       root.string()),
+           "at least one folder step-NNNNNNNN",
+           "Check run.directory, or leave checkpoint.resume out to start anew");
   }
   const fs::path directory = which;
   if (!is_complete(directory))
     refuse("checkpoint " + which,
            fs::is_directory(directory) ? std::string("a folder without ") + kListing
                                        : std::string("no such folder"),
-           "a complete checkpoint's folder (step-NNNNNNNN), or \"latest\"",
+           "a complete checkpoint's folder (step-NNNNNNNN), or \"latest\", \"best\" or \"auto\"",
            fs::exists(directory) ? "Name the checkpoint's own folder" : missing_path_action(directory));
   return directory;
 }
@@ -371,13 +394,21 @@ void publish_directory(const fs::path& directory, const std::function<void(const
   });
 }
 
-void prune_checkpoints(const fs::path& root, std::int64_t step, std::int64_t keep, const Moment& moment) {
+void prune_checkpoints(const fs::path& root, std::int64_t step, std::int64_t keep, std::int64_t keep_best,
+                       const Moment& moment) {
   files(root.string(), [&] {
     std::vector<fs::path> past, gone;
     for (const auto& path : list_checkpoints(root))
       (*checkpoint_step(path) > step ? gone : past).push_back(path);
+    std::set<fs::path> best;
+    if (keep_best > 0)
+      for (const auto& [loss, path] : best_checkpoints(root, step))
+        if (static_cast<std::int64_t>(best.size()) < keep_best) best.insert(path);
     const auto surplus = static_cast<std::int64_t>(past.size()) - std::max<std::int64_t>(keep, 1);
-    for (std::int64_t i = 0; i < surplus; ++i) gone.push_back(past[static_cast<std::size_t>(i)]);
+    for (std::int64_t i = 0; i < surplus; ++i) {
+      const fs::path& path = past[static_cast<std::size_t>(i)];
+      if (!best.contains(path)) gone.push_back(path);
+    }
     for (const auto& path : gone) {
       // Under its own name a folder is whole or absent, in deletion too.
       const fs::path doomed = hidden(path, kDeleting);
@@ -400,7 +431,13 @@ void verify_model_files(const fs::path& directory) {
 
 std::string to_json(const TrainingState& state) {
   nlohmann::ordered_json json{{"format", kFormat}};
-  state_fields(state, [&](const char* key, const auto& value) { json[key] = value; });
+  state_fields(state, [&](const char* key, const auto& value) {
+    if constexpr (std::is_same_v<decltype(value), const std::optional<double>&>) {
+      if (value) json[key] = *value;
+    } else {
+      json[key] = value;
+    }
+  });
   return json_text(json, 1) + "\n";
 }
 
@@ -440,7 +477,7 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
       write_safetensors(folder / kOptimizerFile, states.stream());
       write_file(folder / kStateFile, to_json(whole_state));
     });
-    prune_checkpoints(options.root, state.step, options.keep);
+    prune_checkpoints(options.root, state.step, options.keep, options.keep_best);
   });
   return directory;
 }

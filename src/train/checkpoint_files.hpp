@@ -4,9 +4,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "isograd/checkpoint.hpp"
 
@@ -31,9 +34,15 @@ void publish_directory(const std::filesystem::path& directory,
 // `directory`; where a write was killed between its two renames, the earlier one that was moved aside.
 std::filesystem::path published(const std::filesystem::path& directory);
 
-// Deletes checkpoints of a step above `step`, and all but the newest `keep` of the others.
+// The validation losses of the complete checkpoints below `root` up to `step` that say theirs, the lowest
+// first; of equal ones the earlier.
+std::vector<std::pair<double, std::filesystem::path>> best_checkpoints(
+    const std::filesystem::path& root, std::int64_t step = std::numeric_limits<std::int64_t>::max());
+
+// Deletes checkpoints of a step above `step`, and of the others all but the newest `keep` and the best
+// `keep_best`.
 void prune_checkpoints(const std::filesystem::path& root, std::int64_t step, std::int64_t keep,
-                       const Moment& moment = {});
+                       std::int64_t keep_best, const Moment& moment = {});
 
 // Compares every file with checksums.json. ConfigError names the first bad one and what to resume from.
 void verify_checksums(const std::filesystem::path& directory);

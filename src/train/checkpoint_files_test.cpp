@@ -90,11 +90,32 @@ TEST_F(CheckpointFiles, ListsByStepAndResolvesLatest) {
 
 TEST_F(CheckpointFiles, PruningKeepsTheNewestAndDropsTheFutureNotTaken) {
   for (std::int64_t step : {10, 20, 30, 40, 50}) save(step, "x");
-  prune_checkpoints(root_, 40, 2);
+  prune_checkpoints(root_, 40, 2, 0);
   EXPECT_THAT(names(), ElementsAre("step-00000030", "step-00000040"));
-  prune_checkpoints(root_, 40, 1);
+  prune_checkpoints(root_, 40, 1, 0);
   EXPECT_THAT(names(), ElementsAre("step-00000040"));
   EXPECT_EQ(entries(), 1u);
+}
+
+TEST_F(CheckpointFiles, TheBestAreKeptBesidesTheNewest) {
+  const auto with_loss = [&](std::int64_t step, const std::string& loss) {
+    publish_directory(checkpoint_path(root_, step), [&](const fs::path& folder) {
+      write_file(folder / "state.json", "{\"validation_loss\": " + loss + "}");
+    });
+  };
+  const std::pair<std::int64_t, const char*> losses[] = {{10, "3"}, {20, "1.5"}, {30, "null"}, {40, "2"},
+                                                         {50, "1.5"}, {60, "\"low\""}, {70, "1"}};
+  for (const auto& [step, loss] : losses) with_loss(step, loss);
+  EXPECT_EQ(resolve_checkpoint(root_, "best").filename(), "step-00000070");
+  prune_checkpoints(root_, 60, 1, 2);  // 70 is a step that the run has not made
+  EXPECT_THAT(names(), ElementsAre("step-00000020", "step-00000050", "step-00000060"));
+  EXPECT_EQ(resolve_checkpoint(root_, "best").filename(), "step-00000020") << "of equal ones the first";
+  EXPECT_EQ(resolve_checkpoint(root_, "latest").filename(), "step-00000060");
+  prune_checkpoints(root_, 60, 1, 0);
+  EXPECT_THAT(names(), ElementsAre("step-00000060"));
+  EXPECT_THAT(error_of([&] { resolve_checkpoint(root_, "best"); }), HasSubstr("with a validation loss"));
+  EXPECT_EQ(resolve_checkpoint(root_, "auto").filename(), "step-00000060");
+  EXPECT_EQ(resolve_checkpoint(root_ / "none", "auto"), fs::path());
 }
 
 // Space is lost then, not the run: the new checkpoint is whole, and the old one is no checkpoint any more.
@@ -108,7 +129,7 @@ TEST_F(CheckpointFiles, AnOldOneThatCannotBeRemovedStopsNothing) {
     ASSERT_EQ(::seteuid(65534), 0);
   }
   ::testing::internal::CaptureStderr();
-  EXPECT_EQ(error_of([&] { prune_checkpoints(root_, 20, 1); }), "no error");
+  EXPECT_EQ(error_of([&] { prune_checkpoints(root_, 20, 1, 0); }), "no error");
   const std::string said = ::testing::internal::GetCapturedStderr();
   EXPECT_EQ(error_of([&] { save(30, "y"); }), "no error") << "nor does what is left stop the next save";
   if (root) ASSERT_EQ(::seteuid(0), 0);
@@ -166,7 +187,7 @@ TEST_F(CheckpointFiles, AKillAtAnyMomentLeavesAWholeCheckpoint) {
   int moments = 0;
   while (killed_at(moments, [&](const Moment& moment) {
     save(20, "twenty", moment);
-    prune_checkpoints(root_, 20, 1, moment);
+    prune_checkpoints(root_, 20, 1, 0, moment);
   })) {
     ++moments;
     const fs::path latest = resolve_checkpoint(root_, "latest");

@@ -27,6 +27,9 @@ struct RunConfig {
     std::int64_t seed = 0;
     bool memory = false;     // report what each rank keeps and sends
     double peak_tflops = 0;  // peak of a rank's device for the MFU; 0: measured
+    struct {
+      std::string usr1 = "stop", usr2 = "save";  // save | stop | ignore
+    } on_signal;
   } run;
   struct {
     std::vector<std::string> text, shards;  // both empty: the headers of LibTorch
@@ -135,9 +138,11 @@ struct RunConfig {
     bool offload = false;  // gradients, masters and state in host memory
   } parallel;
   struct {
-    std::int64_t every = 100;  // 0: only at the end
+    std::int64_t every = 100;   // 0: only at the end
+    double every_seconds = 0;   // since the last one, by rank 0's clock; 0: never
     std::int64_t keep = 2;
-    std::string resume;  // checkpoint directory, "latest" or empty
+    std::int64_t keep_best = 0;  // by validation loss, in addition
+    std::string resume;          // checkpoint directory, "latest", "best", "auto" or empty
   } checkpoint;
   struct {
     bool at_end = true;                 // prove the gradient of this very run against one process

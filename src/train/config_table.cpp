@@ -42,6 +42,9 @@ std::vector<ConfigKey> common_keys() {
           sheet: the model FLOPs utilisation (MFU) is relative to it. 0: the peak is measured with matrix
           products on all ranks at once when the run starts; if three rounds of them differ by more than a
           factor of 1.5 there is no MFU.)"),
+      KEY(run.on_signal.usr1, one_of({"stop", "save", "ignore"}), R"(On SIGUSR1, which batch systems send
+          ahead of a job's end, all ranks save after the same step and `stop`, or go on (`save`).)"),
+      KEY(run.on_signal.usr2, one_of({"stop", "save", "ignore"}), "The same on SIGUSR2."),
 
       KEY(data.validation_fraction, fraction(),
           "Fraction of the documents that is held out for the validation loss. 0: none."),
@@ -202,9 +205,16 @@ std::vector<ConfigKey> common_keys() {
 
       KEY(checkpoint.every, "steps", at_least(0, kManySteps),
           "How often a checkpoint is saved. 0: only at the end."),
+      KEY(checkpoint.every_seconds, "seconds", at_least(0, 1e9), R"(Save as well once so much time
+          has passed since the last checkpoint, after the step that is then under way. Rank 0's clock decides.
+          0: never.)"),
       KEY(checkpoint.keep, at_least(1, 1e9), "Number of the newest checkpoints that are kept."),
+      KEY(checkpoint.keep_best, at_least(0, 1e9), R"(Number of checkpoints with the lowest validation
+          loss that are kept in addition. A step whose validation loss is among these is saved.)"),
       KEY(checkpoint.resume, R"(Checkpoint to continue from, bit for bit on as many ranks with as many
-          threads: its folder, or `latest` in `run.directory`. Empty: a new run.)"),
+          threads: its folder, or in `run.directory` the `latest` or the `best` by validation loss. `auto`:
+          the latest, or a new run where none is complete, so that one command starts and continues
+          (`docs/preemption.md`). Empty: a new run.)"),
 
       KEY(verify.at_end, R"(Whether a finished run proves that its gradient is the one that a single process
           has on the whole batch. It then ends with the parity line and, if parity is broken, exit status 1.
@@ -417,6 +427,7 @@ const std::vector<ConfigKey>& config_keys() {
 const std::vector<ConfigSection>& config_sections() {
   static const std::vector<ConfigSection> sections = {
       {"run", "The run as a whole."},
+      {"run.on_signal", "Signals by which a user or a batch system tells a run to save."},
       {"data", "What the model learns from."},
       {"batch", "What one step sees."},
       {"model", "The decoder language model: Llama to the letter, and its near relatives."},

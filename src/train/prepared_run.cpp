@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/refuse.hpp"
 #include "train/config_table.hpp"
@@ -47,14 +48,14 @@ PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
   loader = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
   validation = task->make_validation_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
   if (config.run.memory) memory.emplace(device);
-  if (config.checkpoint.resume.empty()) {
+  std::optional<Resumed> resumed = resume_run(*task, group);
+  if (!resumed) {
     state = fresh_state(*task);
     lay_out_model({}, {});
   } else {
-    Resumed resumed = resume_run(*task, group);
-    lay_out_model(resumed.directory, resumed.state.bucket_order);
-    restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer, placed());
-    resumed_from = resumed.directory, state = std::move(resumed.state);
+    lay_out_model(resumed->directory, resumed->state.bucket_order);
+    restore_optimizer(resumed->directory, resumed->state, *layout, *optimizer, placed());
+    resumed_from = resumed->directory, state = std::move(resumed->state);
     learning_rates = schedule_change(state, config);
     state.config = to_toml(config);
     loader->seek(state.position);
@@ -99,15 +100,15 @@ void PreparedRun::lay_out_model(const fs::path& directory, const std::vector<std
   layout = make_layout(config, model->named(), *units, *mesh, placed(), bucket_order, device);
 }
 
-StepReport PreparedRun::step(bool stop_requested, const std::function<void()>& when_split) {
+StepReport PreparedRun::step(Requests requests, const std::function<void()>& when_split) {
   optimizer->set_learning_rate(schedule_.at(state.step));
   const MicroBatches own = parts->of_step(loader->next());
   if (when_split) when_split();
-  const StepReport report = (*step_)(own, stop_requested);
+  const StepReport report = (*step_)(own, requests);
   if (report.updated) model->after_update(report.counters, *layout);
   rounds = report.step_counts.global_micro_batches;
   if (diverged(report)) return report;
-  ++state.step;
+  ++state.step, state.validation_loss.reset();
   state.position = loader->position(), state.updates = optimizer->updates();
   if (!report.finite) ++state.skipped;
   return report;
@@ -119,6 +120,7 @@ std::optional<Evaluation> PreparedRun::evaluate() {
   Evaluation result = isograd::evaluate(forward, *normalizer, *layout, parts->of(validation->next()));
   if (result.targets == 0) return std::nullopt;
   result.step = state.step;
+  if (std::isfinite(result.loss)) state.validation_loss = result.loss;
   return result;
 }
 
@@ -129,6 +131,7 @@ fs::path PreparedRun::save() {
   };
   const SaveOptions options{.root = checkpoint_root(config),
                             .keep = config.checkpoint.keep,
+                            .keep_best = config.checkpoint.keep_best,
                             .placed = placed(),
                             .makes_folders = false};  // a run's folder that was deleted is not made anew
   return save_checkpoint(options, state, write, *layout, *optimizer);

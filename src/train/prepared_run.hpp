@@ -54,7 +54,7 @@ class PreparedRun {
 
   // The next step, at the schedule's learning rate. One that is not finite counts only where the run skips
   // it. `when_split`: called once context ranks have their parts. Collective.
-  StepReport step(bool stop_requested = false, const std::function<void()>& when_split = {});
+  StepReport step(Requests requests = {}, const std::function<void()>& when_split = {});
   // The validation loss under the run's normaliser; nothing where nothing is held out. Collective.
   std::optional<Evaluation> evaluate();
   // Saves a checkpoint and returns its folder. Collective.

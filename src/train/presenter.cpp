@@ -232,7 +232,8 @@ void Progress::finish() {
 int Outcome::exit_status() const {
   const bool passed =
       std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; });
-  return end == End::kDiverged || end == End::kRefuted || !passed ? 1 : 0;
+  if (end == End::kDiverged || end == End::kRefuted || !passed) return 1;
+  return again ? kStatusAgain : 0;
 }
 
 struct Presenter::Impl {
@@ -440,8 +441,10 @@ std::string nothing_held_out(const TaskFacts& facts) {
 std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
                       const std::string& failed_check) {
   if (outcome.end == Outcome::End::kStopped)
-    return fmt::format("stopped after step {}; to continue: {}", outcome.steps,
-                       resume_command(config, ranks, outcome.checkpoint));
+    return fmt::format("stopped after step {}; {}", outcome.steps,
+                       config.checkpoint.resume == "auto"
+                           ? kRunAgain
+                           : "to continue: " + resume_command(config, ranks, outcome.checkpoint));
   const std::string back = how_to_continue(config, ranks, outcome.checkpoint);
   if (outcome.end == Outcome::End::kRefuted)
     return fmt::format("step {}: {}; stopped, {}", outcome.steps, failed_check, back);

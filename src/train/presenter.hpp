@@ -69,6 +69,8 @@ struct RunFacts {
 
 // The notice of a run without validation data.
 std::string nothing_held_out(const TaskFacts& facts);
+// For a run with checkpoint.resume = "auto" that a signal has ended.
+inline constexpr const char* kRunAgain = "to continue, run the same command again";
 // Why a run ended before its last step, and how to continue. `failed_check`: of the check that failed.
 std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
                       const std::string& failed_check);

@@ -72,6 +72,8 @@ std::string first_text(Group& group, const std::string& own) {
   return rank == group.size() ? "" : fmt::format("{} on rank {}", broadcast_text(group, own, rank), rank);
 }
 
+bool on_any_rank(Group& group, bool own) { return first_rank(group, own) < group.size(); }
+
 bool of_rank_zero(Group& group, bool own) {
   at::Tensor said = at::full({1}, own ? 1 : 0, at::kLong);
   group.broadcast(said, 0);
@@ -166,15 +168,14 @@ std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTab
 
 namespace {
 
-std::atomic<bool> asked{false};
-std::atomic<long long> asked_at_ms{0};
+std::atomic<bool> stop_asked{false}, asked_by_hand{false}, save_asked{false};
+// Times of the first SIGINT, SIGTERM or SIGHUP, and of the last save that was asked for; 0: none.
+std::atomic<long long> asked_at_ms{0}, saved_at_ms{0};
 static_assert(std::atomic<long long>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
+constexpr long long kSameMs = 1000;  // signals within this time are one wish
 
 std::mutex guard;
 int holders = 0;
-// The first three ask for a stop; the others become errors of the write that caused them.
-constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP, SIGXFSZ, SIGPIPE};
-std::array<struct sigaction, kSignals.size()> actions_before;
 
 long long now_ms() {
   timespec now{};
@@ -182,38 +183,78 @@ long long now_ms() {
   return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
 }
 
-extern "C" void on_signal(int signal) {
-  if (!asked.exchange(true)) {
-    asked_at_ms = now_ms();
-  } else if (now_ms() - asked_at_ms >= 1000) {
-    std::signal(signal, SIG_DFL);
-    std::raise(signal);
-  }
+extern "C" void on_stop(int signal) {
+  stop_asked = true;
+  if (signal == SIGINT) asked_by_hand = true;
+  long long none = 0;
+  if (asked_at_ms.compare_exchange_strong(none, now_ms()) || now_ms() - none < kSameMs) return;
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+extern "C" void on_user_stop(int) { stop_asked = true; }
+extern "C" void on_user_save(int) {
+  const long long saved = saved_at_ms;
+  if (saved == 0 || now_ms() - saved >= kSameMs) save_asked = true;
+}
+
+using Handler = void (*)(int);
+Handler handler_of(const std::string& wish) {
+  return wish == "stop" ? on_user_stop : wish == "save" ? on_user_save : SIG_IGN;
+}
+
+struct Handled {
+  int signal;
+  Handler handler{};
+  struct sigaction before {};
+};
+// The last two become errors of the write that caused them.
+std::array<Handled, 7> handled = {{{SIGINT, on_stop},
+                                   {SIGTERM, on_stop},
+                                   {SIGHUP, on_stop},
+                                   {SIGUSR1},
+                                   {SIGUSR2},
+                                   {SIGXFSZ, SIG_IGN},
+                                   {SIGPIPE, SIG_IGN}}};
+
+void user_signals(int how) {
+  sigset_t both;
+  sigemptyset(&both), sigaddset(&both, SIGUSR1), sigaddset(&both, SIGUSR2);
+  ::pthread_sigmask(how, &both, nullptr);
 }
 
 }  // namespace
 
-StopSignals::StopSignals() {
+StopSignals::StopSignals(const RunConfig& config) {
   std::lock_guard<std::mutex> lock(guard);
   if (holders++ > 0) return;
-  asked = false;
-  struct sigaction action {};
-  sigemptyset(&action.sa_mask);
-  action.sa_flags = SA_RESTART;  // writes to files are not interrupted
-  for (std::size_t i = 0; i < kSignals.size(); ++i) {
-    action.sa_handler = i < 3 ? on_signal : SIG_IGN;
-    sigaction(kSignals[i], &action, &actions_before[i]);
-    if (kSignals[i] == SIGHUP && actions_before[i].sa_handler == SIG_IGN)
-      sigaction(SIGHUP, &actions_before[i], nullptr);
+  stop_asked = asked_by_hand = save_asked = false;
+  asked_at_ms = saved_at_ms = 0;
+  for (Handled& each : handled) {
+    if (each.signal == SIGUSR1) each.handler = handler_of(config.run.on_signal.usr1);
+    if (each.signal == SIGUSR2) each.handler = handler_of(config.run.on_signal.usr2);
+    struct sigaction action {};
+    sigemptyset(&action.sa_mask);
+    action.sa_flags = SA_RESTART;  // writes to files are not interrupted
+    action.sa_handler = each.handler;
+    sigaction(each.signal, &action, &each.before);
+    if (each.signal == SIGHUP && each.before.sa_handler == SIG_IGN) sigaction(SIGHUP, &each.before, nullptr);
   }
+  user_signals(SIG_UNBLOCK);
 }
 
 StopSignals::~StopSignals() {
   std::lock_guard<std::mutex> lock(guard);
   if (--holders > 0) return;
-  for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &actions_before[i], nullptr);
+  for (const Handled& each : handled) sigaction(each.signal, &each.before, nullptr);
 }
 
-bool StopSignals::requested() { return asked.load(std::memory_order_relaxed); }
+void StopSignals::hold() { user_signals(SIG_BLOCK); }
+bool StopSignals::requested() { return stop_asked.load(std::memory_order_relaxed); }
+bool StopSignals::by_hand() { return asked_by_hand; }
+bool StopSignals::take_save() { return save_asked.exchange(false); }
+void StopSignals::saved(bool asked) {
+  if (asked) saved_at_ms = now_ms();
+  save_asked = false;
+}
 
 }  // namespace isograd

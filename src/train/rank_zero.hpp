@@ -31,6 +31,9 @@ void on_every_rank(Group& group, const std::function<void()>& work);
 // Collective: "TEXT on rank R" of the first rank that has one; empty: none has.
 std::string first_text(Group& group, const std::string& own);
 
+// Collective: whether it is true on any rank.
+bool on_any_rank(Group& group, bool own);
+
 // Collective: rank 0's answer on every rank.
 bool of_rank_zero(Group& group, bool own);
 
@@ -49,16 +52,26 @@ void check_same_data(const TaskFacts& facts, Group& world);
 // pass.
 std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own);
 
-// While one exists, the first SIGINT, SIGTERM or SIGHUP sets a flag; another one a second or more later (a
-// terminal and a launcher may both forward one Ctrl-C) ends the process. An ignored SIGHUP (nohup) stays
-// ignored; SIGXFSZ and SIGPIPE become errors of the write. May be nested and shared by threads.
+// While one exists, signals set flags. The first SIGINT, SIGTERM or SIGHUP asks for a stop; another one a
+// second or more later (a terminal and a launcher may both forward one Ctrl-C) ends the process. SIGUSR1 and
+// SIGUSR2 ask for what run.on_signal says, and never end it. An ignored SIGHUP (nohup) stays ignored; SIGXFSZ
+// and SIGPIPE become errors of the write. May be nested, with the same configuration, and shared by threads.
 class StopSignals {
  public:
-  StopSignals();
+  explicit StopSignals(const RunConfig& config);
   ~StopSignals();
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
-  static bool requested();
+
+  // Blocks SIGUSR1 and SIGUSR2 in this thread, so that one that comes before anybody handles it waits.
+  static void hold();
+  static bool requested();  // a stop
+  static bool by_hand();    // a stop by Ctrl-C (SIGINT)
+  // A save, told once.
+  static bool take_save();
+  // A checkpoint was saved: what was asked until now is done. `asked`: because of a request. Another one
+  // within a second is the same, sent to a launcher and to ranks, and is dropped.
+  static void saved(bool asked);
 };
 
 }  // namespace isograd

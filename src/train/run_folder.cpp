@@ -108,8 +108,38 @@ fs::path json_log_of(const RunConfig& config) {
                                      : fs::path(config.run.json_log);
 }
 
+namespace {
+
+// With checkpoint.resume = "auto": whether run.directory has a run of this command that ended before its
+// first checkpoint, so that this one begins anew. ConfigError names a key that was another then.
+bool ended_unsaved(const RunConfig& config) {
+  const fs::path directory = config.run.directory, file = directory / kRunConfig;
+  std::error_code error;
+  if (config.checkpoint.resume != "auto" || !fs::exists(file, error) ||
+      !fs::exists(directory / kLock, error) || fs::exists(directory / "report.html", error) ||
+      !list_checkpoints(checkpoint_root(config)).empty())
+    return false;
+  const RunConfig then = load_config(file);
+  if (then.run.json_log != config.run.json_log) return false;
+  constexpr const char* kDefining[] = {"run.seed", "data.pack_length", "data.shuffle_packs",
+                                       "data.validation_fraction", "batch.packs_per_step",
+                                       "batch.rows_per_step", "batch.videos_per_step",
+                                       "optimizer.kind", "train.dtype", "model."};
+  for (const ConfigKey& key : config_keys()) {
+    const std::string was = toml_text(key.get(then)), is = toml_text(key.get(config));
+    if (was == is ||
+        std::ranges::none_of(kDefining, [&](const char* prefix) { return key.name.starts_with(prefix); }))
+      continue;
+    refuse(key.name, is, fmt::format("{}, as in {}", was, file.string()),
+           fmt::format("Set {} = {} to run that configuration, or another run.directory", key.name, was));
+  }
+  return true;
+}
+
+}  // namespace
+
 void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& from) {
-  if (from.own) return;
+  if (from.own || ended_unsaved(config)) return;
   std::error_code error;
   const fs::path directory = config.run.directory;
   const auto there = [&](const char* name) { return fs::exists(directory / name, error); };
@@ -136,6 +166,10 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
 }
 
 RunFolder::Continued RunFolder::checked(const RunConfig& config) {
+  if (config.checkpoint.resume == "auto" && config.overwrite)
+    refuse("--overwrite", "checkpoint.resume = \"auto\" in the same command",
+           "one of the two: each start of that command would remove what the one before it has saved",
+           "Leave --overwrite out to continue, or set checkpoint.resume = \"\" to start anew");
   check_no_run_lives(config.run.directory);
   // A live run locks its log too (metrics.cpp), which may lie elsewhere.
   if (const fs::path log = json_log_of(config); locked_by_another(log))
@@ -146,7 +180,7 @@ RunFolder::Continued RunFolder::checked(const RunConfig& config) {
   if (!config.checkpoint.resume.empty()) {
     const fs::path root = checkpoint_root(config), found = resolve_checkpoint(root, config.checkpoint.resume);
     from.checkpoint = (found.has_filename() ? found : found.parent_path()).lexically_normal();
-    from.own = fs::equivalent(fs::absolute(from.checkpoint).parent_path(), root, error);
+    from.own = !found.empty() && fs::equivalent(fs::absolute(from.checkpoint).parent_path(), root, error);
   }
   refuse_earlier_run(config, from);
   // The comparison of a continued run continues too.
@@ -193,7 +227,11 @@ void RunFolder::take(const RunConfig& config, const Continued& from) {
                       from.checkpoint.filename().string(), later);
   } else if (const std::string found = earlier_run(config); !found.empty()) {
     replaces_ = true;
-    notice_ = fmt::format("--overwrite: {} of an earlier run in {} are removed", found, directory_.string());
+    notice_ = fmt::format(fmt::runtime(config.overwrite
+                                           ? "--overwrite: {} of an earlier run in {} are removed"
+                                           : "checkpoint.resume = \"auto\": {} are removed, the run in {} "
+                                             "ended before its first checkpoint; this one begins anew"),
+                          found, directory_.string());
   }
 }
 
@@ -222,7 +260,7 @@ void RunFolder::begin() {
   std::error_code ignored;
   fs::remove(directory_ / kStageTrace, ignored);  // written as a run ends, of that run
   if (!replaces_) return;
-  prune_checkpoints(checkpoints_, -1, 1);
+  prune_checkpoints(checkpoints_, -1, 1, 0);
   for (const auto& file : event_files(directory_)) fs::remove(file, ignored);
   for (const auto& file : {directory_ / "report.html", directory_ / kLastOperations, json_log_})
     fs::remove(file, ignored);
@@ -270,15 +308,17 @@ TrainingState fresh_state(const Task& task) {
 
 fs::path checkpoint_root(const RunConfig& config) { return fs::path(config.run.directory) / "checkpoints"; }
 
-Resumed resume_run(const Task& task, Group& group) {
+std::optional<Resumed> resume_run(const Task& task, Group& group) {
   const RunConfig& config = task.config();
+  if (config.checkpoint.resume.empty()) return std::nullopt;
   Resumed resumed;
   std::string state;
   on_rank_zero(group, [&] {
     resumed.directory = resolve_checkpoint(checkpoint_root(config), config.checkpoint.resume);
-    state = to_json(open_checkpoint(resumed.directory));
+    if (!resumed.directory.empty()) state = to_json(open_checkpoint(resumed.directory));
   });
   resumed.directory = broadcast_text(group, resumed.directory.string());
+  if (resumed.directory.empty()) return std::nullopt;
   resumed.state = parse_state(broadcast_text(group, state), resumed.directory.string());
 
   const TrainingState now = fresh_state(task);

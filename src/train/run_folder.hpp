@@ -71,9 +71,10 @@ struct Resumed {
   TrainingState state;
 };
 
-// Collective: rank 0 checks every checksum; then every rank checks that what the order of data and the
+// Collective. Nothing: a new run, because checkpoint.resume is empty, or "auto" and rank 0 finds no complete
+// checkpoint. Rank 0 checks every checksum; then every rank checks that what the order of data and the
 // meaning of tensors depend on is as in the checkpoint. ConfigError names the key that differs.
-Resumed resume_run(const Task& task, Group& group);
+std::optional<Resumed> resume_run(const Task& task, Group& group);
 
 // The first step with another learning rate than the checkpoint's run would have had, and the keys. Empty:
 // none.

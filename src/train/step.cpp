@@ -63,14 +63,14 @@ std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
   return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum)};
 }
 
-// Whether any rank with the same data was asked to stop. ConfigError where micro-batches differ: each rank
-// would compute its part of another loss. Collective over these ranks.
-bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh) {
+// Joins the requests of ranks with the same data. ConfigError where micro-batches differ: each rank would
+// compute its part of another loss. Collective over these ranks.
+Requests agree_with_peers(const MicroBatches& micro_batches, Requests requests, const Mesh& mesh) {
   Group peers = mesh.along(mesh.grid().complement(mesh.data()));
-  if (peers.size() == 1) return stop_requested;
+  if (peers.size() == 1) return requests;
   std::vector<std::int64_t> numbers = described(micro_batches);
-  numbers.push_back(stop_requested ? 1 : 0);
-  const at::Tensor all = peers.all_gather(at::tensor(numbers, at::kLong));  // [peers, 3]
+  numbers.insert(numbers.end(), {requests.stop ? 1 : 0, requests.save ? 1 : 0});
+  const at::Tensor all = peers.all_gather(at::tensor(numbers, at::kLong));  // [peers, 4]
   for (int rank = 1; rank < peers.size(); ++rank) {
     const bool same_number = all[rank][0].equal(all[0][0]);
     if (same_number && all[rank][1].equal(all[0][1])) continue;
@@ -83,7 +83,8 @@ bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, co
            "the same on all of these ranks",
            "Assign samples by Mesh::place() along Mesh::data(), not by the rank in the world");
   }
-  return all.select(1, 2).max().item<std::int64_t>() != 0;
+  const auto any = [&](int column) { return all.select(1, column).max().item<std::int64_t>() != 0; };
+  return {any(2), any(3)};
 }
 
 [[noreturn]] void refuse_schedule(std::string found, std::string expected) {
@@ -107,7 +108,7 @@ class StepWork : public MicroBatchWork {
 
   void clear() { sums_.clear(), readings_.clear(); }  // before the first micro-batches of a step
   // Collective. `even`: ranks with fewer than others get empty ones too.
-  void count(MicroBatches micro_batches, bool stop_requested, bool even);
+  void count(MicroBatches micro_batches, Requests requests, bool even);
   const MicroBatches& micro_batches() const { return batches_; }
   const StepCounts& step_counts() const { return step_counts_; }
   const Denominator& denominator() const { return denominator_; }
@@ -170,11 +171,13 @@ StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normal
 
 // (1) Count over the ranks that see different data, before any backward: one small collective, two if samples
 // are cut over ranks; one more where other ranks hold the same data, so that any of them can stop all.
-void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even) {
+void StepWork::count(MicroBatches micro_batches, Requests requests, bool even) {
   batches_ = std::move(micro_batches);
   Group counting = layout_.mesh().counting();
-  step_counts_ = mean_.count(batches_, counting, stop_requested);
-  step_counts_.stop_requested = agree_with_peers(batches_, step_counts_.stop_requested, layout_.mesh());
+  step_counts_ = mean_.count(batches_, counting, requests);
+  requests = {step_counts_.stop_requested, step_counts_.save_requested};
+  requests = agree_with_peers(batches_, requests, layout_.mesh());
+  step_counts_.stop_requested = requests.stop, step_counts_.save_requested = requests.save;
   denominator_ = mean_.denominator(step_counts_);
   if (even || layout_.needs_even_micro_batches())
     batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(step_counts_.call_micro_batches)),
@@ -324,7 +327,7 @@ Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParal
                     MicroBatches micro_batches) {
   Normalizer& known = mean.undeferred();  // a step that is under way goes on as it was
   StepWork work(forward, layout, known);
-  work.count(std::move(micro_batches), /*stop_requested=*/false, /*even=*/false);
+  work.count(std::move(micro_batches), /*requests=*/{}, /*even=*/false);
   Evaluation result{.targets = work.step_counts().targets};
   if (result.targets == 0) return result;
   const at::NoGradGuard no_grad;
@@ -358,14 +361,14 @@ Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Opt
 }
 Step::~Step() = default;
 
-void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
+void Step::accumulate(const MicroBatches& micro_batches, Requests requests) {
   if (!(accumulated_ && mean_.deferred())) {  // a deferred step goes on until finish()
     layout_.zero_gradients();
     work_->clear();
     mean_.begin_step();
     if (options_.counters) options_.counters();
   }
-  work_->count(micro_batches, stop_requested, options_.even_micro_batches);
+  work_->count(micro_batches, requests, options_.even_micro_batches);
   Group all = layout_.mesh().all();
   if (options_.check_denominators) check_agreement(work_->denominator(), all);
   if (options_.look_ahead) {
@@ -467,8 +470,8 @@ bool Step::update_ahead(const at::Tensor& squares, double scale) {
   return optimizer_.update_unless(layout_.buckets(), stop, clip * scale);
 }
 
-StepReport Step::operator()(const MicroBatches& micro_batches, bool stop_requested) {
-  accumulate(micro_batches, stop_requested);
+StepReport Step::operator()(const MicroBatches& micro_batches, Requests requests) {
+  accumulate(micro_batches, requests);
   return finish();
 }
 

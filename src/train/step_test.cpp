@@ -91,9 +91,24 @@ TEST(Step, ReportsGlobalCountsLossAndNorm) {
     EXPECT_EQ(report.step_counts.tokens, whole.num_tokens());
     EXPECT_EQ(report.step_counts.micro_batches, 5);
     EXPECT_TRUE(report.step_counts.stop_requested);
+    EXPECT_FALSE(report.step_counts.save_requested);
     EXPECT_EQ(report.step_counts.targets_by_rank.at(1), 0);  // the rank without micro-batches
     EXPECT_TRUE(report.finite && report.updated);
     EXPECT_EQ(rank.optimizer->updates(), 1);
+  });
+}
+
+TEST(Step, EveryRankIsToldOfARequestOfAny) {
+  const auto batches = toy::make_step(3, 1);
+  run_ranks(3, [&](World& world) {
+    Rank rank(world.group, {});
+    for (const int stops : {-1, 0, 2})
+      for (const int saves : {-1, 1}) {
+        const StepCounts told =
+            rank.step(batches[world.rank], Requests(world.rank == stops, world.rank == saves)).step_counts;
+        EXPECT_EQ(told.stop_requested, stops >= 0);
+        EXPECT_EQ(told.save_requested, saves >= 0);
+      }
   });
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/tensor.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 
@@ -93,6 +94,7 @@ struct Trainer::Impl {
   std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1, steps_timed = 0;
   double step_seconds = 0, exposed_seconds = 0;
   Peak peak{};
+  Clock::time_point last_save{};
   double flops = 0, all_flops = 0;  // of the model: of this step, of all steps since the start or resume
   std::string failed_check{};       // result of a failed check
   bool is_comparison = false;       // comparison of another run, which prints the notices
@@ -114,7 +116,11 @@ struct Trainer::Impl {
       presenter = std::make_unique<Presenter>(config, facts(baseline));
       const std::string unseen = run->validation ? "" : nothing_held_out(run->task->facts());
       const std::string no_peak = peak.flops_per_second > 0 ? "" : peak.source;
-      for (const std::string& text : {folder->notice(), run->learning_rates, unseen, no_peak})
+      std::string made;
+      if (run->state.step >= config.train.steps)
+        made =
+            fmt::format("all {} steps were made before: this run repeats its end alone", run->state.step);
+      for (const std::string& text : {folder->notice(), run->learning_rates, unseen, no_peak, made})
         if (!text.empty()) presenter->notice(text);
       for (const std::string& text : hosts->said()) presenter->notice(text);
     });
@@ -155,6 +161,7 @@ struct Trainer::Impl {
   // configuration, which are the same everywhere, so all enter the same collectives.
   void loop() {
     const std::int64_t total = config.train.steps, &step = run->state.step;
+    last_save = Clock::now();
     while (step < total) {
       const auto start = Clock::now();
       const double exposed_before = exposed_so_far();
@@ -166,7 +173,11 @@ struct Trainer::Impl {
         if (presenter && !run->parts->first_step().empty())
           presenter->notice("first step: " + run->parts->first_step());
       };
-      const StepReport report = run->step(StopSignals::requested() || file_error, notice);
+      const bool save_is_due = world.rank == 0 && config.checkpoint.every_seconds > 0 &&
+                               seconds_since(last_save) >= config.checkpoint.every_seconds;
+      const bool stops = StopSignals::requested() || file_error,
+                 saves_soon = StopSignals::take_save() || save_is_due;
+      const StepReport report = run->step({stops, saves_soon}, notice);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
       if (run->memory)
         run->memory->after_step(*run->layout, *run->optimizer, run->plan().share_parameters, run->rounds);
@@ -184,12 +195,35 @@ struct Trainer::Impl {
       if (report.step_counts.stop_requested) {
         outcome.end = Outcome::End::kStopped;
         save();
+        outcome.again = goes_on_by_the_same_command();
         return;
       }
-      if (due(config.train.evaluate_every, step, total)) measure();
-      if (due(config.checkpoint.every, step, total)) save();
+      bool saves = due(config.checkpoint.every, step, total) || report.step_counts.save_requested;
+      if (due(config.train.evaluate_every, step, total)) {
+        measure();
+        saves = saves || is_among_the_best();
+      }
+      if (saves) save(report.step_counts.save_requested);
     }
     if (evaluated_step != step) measure();  // a resume of a run that had made all its steps
+  }
+
+  // After a stop. Ctrl-C is a user's wish that the run ends. Collective.
+  bool goes_on_by_the_same_command() {
+    return config.checkpoint.resume == "auto" && !on_any_rank(world.group, StopSignals::by_hand());
+  }
+
+  // Whether checkpoint.keep_best keeps a checkpoint with the validation loss of this step. Collective.
+  bool is_among_the_best() {
+    const auto& loss = run->state.validation_loss;
+    if (config.checkpoint.keep_best == 0 || !loss) return false;
+    bool among = false;
+    on_rank_zero(world.group, [&] {
+      const auto best = best_checkpoints(checkpoint_root(config), run->state.step - 1);
+      const auto better = std::ranges::count_if(best, [&](const auto& each) { return each.first <= *loss; });
+      among = better < config.checkpoint.keep_best;
+    });
+    return of_rank_zero(world.group, among);
   }
 
   double exposed_so_far() const { return run->layout->exposed_seconds() + run->mesh->waited_apart(); }
@@ -244,7 +278,8 @@ struct Trainer::Impl {
     if (hooks.on_evaluation) hooks.on_evaluation(*evaluation);
   }
 
-  void save() {
+  // `asked`: by a signal or by checkpoint.every_seconds.
+  void save(bool asked = false) {
     check_run_folder();
     // A deleted run folder is not recreated. A problem with a log alone does not prevent a checkpoint.
     throw_agreed(world.group, file_error && !folder->is_there() ? file_error : std::nullopt);
@@ -255,6 +290,8 @@ struct Trainer::Impl {
         if (presenter && !file_error) presenter->saved(outcome.checkpoint);
         if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
       }
+      last_save = Clock::now();
+      StopSignals::saved(asked);
     } catch (const AgreedConfigError&) {
       check_run_folder();                     // the folder may have been deleted meanwhile
       throw_agreed(world.group, file_error);  // what came first
@@ -308,6 +345,9 @@ struct Trainer::Impl {
       outcome.tables = hooks.on_finish(ended);
     }
     outcome.tables = tables_of_rank_zero(world.group, std::move(outcome.tables));
+    // A signal skips what is left of these two.
+    if (finished && (comparison || hooks.on_finish) && on_any_rank(world.group, StopSignals::requested()))
+      outcome.again = goes_on_by_the_same_command();
     if (comparison && comparison->exit_status() != 0)
       outcome.tables.push_back({"Comparison", "the run to compare with failed", {}, {}, /*passed=*/false});
     std::vector<Showing::Picture> stages;
@@ -334,6 +374,8 @@ struct Trainer::Impl {
       if (!finished) {
         showing.early_end = early_end(outcome, config, world.size, failed_check);
         presenter->line(showing.early_end);
+      } else if (outcome.again) {
+        presenter->line(fmt::format("stopped by a signal after the last step; {}", kRunAgain));
       }
       outcome.report = presenter->finish(outcome, showing);
     });
@@ -345,7 +387,7 @@ Trainer::Trainer(const RunConfig& config, World& world, TrainerHooks hooks)
 Trainer::~Trainer() = default;
 
 Outcome Trainer::run() {
-  StopSignals signals;
+  StopSignals signals(impl_->config);
   try {
     impl_->prepare();
     impl_->loop();

@@ -214,7 +214,7 @@ TEST(StopSignals, OutputThatNobodyReadsIsAWriteError) {
   ::close(ends[0]);
   const auto before = ::signal(SIGPIPE, SIG_DFL);  // what starts tests may ignore it
   {
-    const StopSignals signals;
+    const StopSignals signals{RunConfig{}};
     EXPECT_EQ(::write(ends[1], "", 1), -1);
     EXPECT_EQ(errno, EPIPE);
   }

@@ -48,8 +48,8 @@ struct Divides : Normalizer {
           std::shared_ptr<Counted> counted_ = std::make_shared<Counted>())
       : Normalizer(mean), by(std::move(by_)), each(each_), counted(std::move(counted_)) {}
 
-  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    const StepCounts step_counts = Normalizer::count(micro_batches, data, stop);
+  StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests) override {
+    const StepCounts step_counts = Normalizer::count(micro_batches, data, requests);
     amounts.clear();
     next = 0;
     *counted = {};
@@ -327,10 +327,10 @@ TEST(OtherMeansRight, Pass) {
 // Another mean than the declared one is no known mistake of it: unknown, with numbers, and never a name.
 TEST(OtherMeansUndeclared, AreUnknownWithTheirNumbers) {
   struct Unweighted : TokenMean {
-    StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    StepCounts count(const MicroBatches& micro_batches, Group& data, Requests requests) override {
       MicroBatches plain = micro_batches;
       for (Batch& batch : plain) batch.weights = at::Tensor();
-      return TokenMean::count(plain, data, stop);
+      return TokenMean::count(plain, data, requests);
     }
     Batch prepare(const Batch& batch, const Denominator& denominator) const override {
       Batch plain = batch;
