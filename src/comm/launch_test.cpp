@@ -133,6 +133,46 @@ TEST_F(Launch, StatusSaysWhichRankWasLost) {
   EXPECT_THROW(launch_ranks({kProgram}, {.ranks = 0}), ConfigError);
 }
 
+TEST_F(Launch, ARankThatIsToBeRunAgainHasNotFailed) {
+  const auto status = [](const char* script) {
+    return launch_ranks({"sh", "-c", script}, {.ranks = 2, .grace = std::chrono::milliseconds(100)});
+  };
+  EXPECT_EQ(status("exit 75"), kStatusAgain);
+  EXPECT_EQ(status("[ $RANK = 0 ] && exit 75; sleep 0.6; exit 0"), kStatusAgain) << "the other was ended";
+  EXPECT_EQ(status("[ $RANK = 0 ] && exit 75; sleep 0.2; exit 4"), 4) << "a failure says more";
+}
+
+TEST_F(Launch, SignalsToSaveArePassedOn) {
+  for (const int number : {SIGUSR1, SIGUSR2}) {
+    const std::string script = "trap 'echo > \"$0\"/$RANK.told; exit 0' USR1 USR2; echo > \"$0\"/$RANK.ready;"
+                               "while :; do sleep 0.05; done";
+    std::thread user([&] {
+      ASSERT_TRUE(wait_for("0.ready") && wait_for("1.ready"));
+      ::kill(::getpid(), number);
+    });
+    EXPECT_EQ(launch_ranks({"sh", "-c", script, folder_.string()}, {.ranks = 2}), 0);
+    user.join();
+    for (const char* name : {"0.told", "1.told", "0.ready", "1.ready"})
+      EXPECT_TRUE(fs::remove(folder_ / name)) << name;
+  }
+}
+
+// One that comes before a rank handles it does not end it. In bash, because dash unblocks all signals.
+TEST_F(Launch, HeldSignalsWaitForTheRank) {
+  const std::string script = "echo > \"$0\"/$RANK.ready; sleep 0.5; exit 0";
+  for (const bool holds : {false, true}) {
+    std::thread user([&] {
+      ASSERT_TRUE(wait_for("0.ready") && wait_for("1.ready"));
+      ::kill(::getpid(), SIGUSR1);
+    });
+    const int status = launch_ranks({"bash", "-c", script, folder_.string()},
+                                    {.ranks = 2, .holds_user_signals = holds});
+    EXPECT_EQ(status, holds ? 0 : 128 + SIGUSR1);
+    user.join();
+    for (const char* name : {"0.ready", "1.ready"}) fs::remove(folder_ / name);
+  }
+}
+
 // One rank fails. The other does not end by itself or on SIGTERM.
 TEST_F(Launch, FailureEndsTheOtherRanks) {
   const auto begin = std::chrono::steady_clock::now();
