@@ -50,6 +50,7 @@ def test_the_mistake_is_named_and_the_step_without_it_passes(causes, name):
     "not_updated": ["that of 2.weight, 2.bias did not", "`later=[optimizer]`"],
     "evaluation_mode": ["the loss is ", "`model.train()` before the step"], "evaluation_mode of PyTorch's": ["middle.1 (Dropout)"],
     "buffers_differ": ["the step switched 1 (BatchNorm1d) to training mode", "`norm.eval().train = lambda mode=True: norm`"],
+    "other_loss of one that takes nothing else": ["logits are divided by 0.8333 times what `loss` divides them by"],
     "refused": ["a loss that is random", "first in middle.1 (Dropout)"]}.items())
 def test_it_is_said_where_it_is_and_what_to_change(causes, name, parts):
     text = causes[name][1][2]

@@ -29,6 +29,7 @@ from ._changes import known_changes
 from ._engines import can_repeat, engine_of, GradientOf
 from ._hypotheses import GATHER, dot, Trials
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
+from ._outputs import locate, Outputs, Sent
 from ._ranks import (all_sum, assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      plain, plain_name, ranks, refuse, spread, summed, trained, whole)
 from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
@@ -36,6 +37,7 @@ from ._reference import MEANS, Batch, Features, Gradients, Loss, Mean, norm_of, 
 from ._torch_names import default_store, has_comm_hook, is_batch_norm, is_dropout, mixed_dtypes
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+OUTPUTS = "outputs"  # in place of a verdict: rank 0 asks for them
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
 _WHERE = "isograd.watch"
 _GATHERED = ("averaged_over_axis", "scaled_by_factor", "some_parameters_scaled")  # as a gather without a gradient may look
@@ -185,6 +187,7 @@ class watch:
         self._unproven: list[Finding] = []
         self._clipped = ""  # how, where ranks held parts of the gradient
         self._copy: nn.Module | None = None  # of rank 0, as it is before the step
+        self._outputs = Outputs()
         self._hooks = contextlib.ExitStack()
 
     @property
@@ -235,6 +238,7 @@ class watch:
         if self._added is None:
             self._samples = self._gathered_samples()
         self._hooks.enter_context(self.recording.attached())
+        self._hooks.enter_context(self._outputs.of(self.model))
         return self
 
     def _prepared(self) -> tuple[str, dict[str, tuple[int, ...]], int, tuple[str, int], dict[str, bool]]:
@@ -431,7 +435,8 @@ class watch:
 
     def _from_rank_0(self, make: Callable[[], Verdict]) -> Verdict:
         """Rank 0's verdict, or its error, on every rank: the others wait without a collective, which could run out."""
-        store, key = self._store(), f"{self._turn}/verdict"
+        store = self._store()
+        self._key = f"{self._turn}/verdict"
         if self.rank == 0:
             try:
                 with _random.kept():  # the user's generators, whose run goes on as if nobody had watched it
@@ -439,25 +444,33 @@ class watch:
             except Exception as error:
                 made = error
             if store:
-                store.set(key, json.dumps({"error": str(made) if isinstance(made, ConfigError) else _for_others(0, made)}
+                store.set(self._key, json.dumps({"error": str(made) if isinstance(made, ConfigError) else _for_others(0, made)}
                                           if isinstance(made, Exception) else dataclasses.asdict(made)))
                 with contextlib.suppress(Exception):  # the store may go with this process: not before they have read it
-                    store.wait([f"{key}/{other}" for other in range(1, self.size)],
+                    store.wait([f"{self._key}/{other}" for other in range(1, self.size)],
                                datetime.timedelta(seconds=min(self.timeout, LAST_READ)))
             if isinstance(made, Exception):
                 raise made
             return made
         began = time.monotonic()
         try:
-            answer = json.loads(_get(store, key, self.timeout))  # no pickle: others on the host may write into the store
+            while (answer := json.loads(_get(store, self._key, self.timeout))) == OUTPUTS:  # no pickle: others on the host may write into the store
+                self._everyones_outputs()
         except Exception as error:
             raise PeerError(f"{_WHERE}: found no verdict of rank 0 after {time.monotonic() - began:.3g} s; expected it to make the "
                             "step on one process and to compare. Look at rank 0, or give timeout= more.") from error
         with contextlib.suppress(Exception):  # rank 0, which waits for this, may be gone
-            store.set(f"{key}/{self.rank}", b"read")
+            store.set(f"{self._key}/{self.rank}", b"read")
         if "error" in answer:
             raise ConfigError(answer["error"])
         return Verdict(**answer)
+
+    def _everyones_outputs(self) -> list[Sent | None]:
+        """By rank, on rank 0, which asks the others for them: they wait for its verdict. Collective."""
+        if self.rank == 0 and (store := self._store()):
+            store.set(self._key, json.dumps(OUTPUTS))
+        self._key += "/after"
+        return gather_objects(self._outputs.sent(), to=0)
 
     # Rank 0 alone.
     def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, everyone: list[Any],
@@ -544,6 +557,7 @@ class watch:
         measurable = self.reference == torch.float64 and (alone is not None or own == torch.float64)
         modules = list(dict.fromkeys(name for one in everyone for name in one["order"])) if measurable else []
         lines = [line for one in everyone for line in one["gathers"]]
+        averages, meshes = _wrapped(self.model)
         unit = torch.finfo(own).eps / 2
         trials = Trials(step_of, fresh, self.terms, once, gradients, right, unit, peers=self.size // len(batch))
         measure = functools.cache(lambda: _reference.measure_rounding(fresh(), again, own, gradients, right.gradients))
@@ -569,10 +583,13 @@ class watch:
             by_place = [drawn[self._places.index(place)] for place in sorted({*self._places})] if drawn else []
             trials.rest({name: self._initial[name].detach().double().cpu() for name in gradients}, earlier, by_place, verdict.findings)
             cause = trials.nearest()
-        cause = cause or trials.instead(verdict.findings, *_wrapped(self.model)) or _of_late_division(
+        cause = cause or trials.instead(verdict.findings, averages, meshes) or _of_late_division(
             verdict, gradients, applied, right, limit)
-        if cause := cause or self._of_changes(verdict, everyone) or self._of_places(
-                verdict, list(gradients), modules) or self._of_clips(verdict):
+        cause = cause or self._of_changes(verdict, everyone) or self._of_places(verdict, list(gradients), modules) or self._of_clips(verdict)
+        if (cause is None and _vague(verdict)) or (cause or {}).get("id") == "undecided":
+            with _reference.threads(self._threads):
+                cause = locate(trials, self._everyones_outputs(), averages) or cause
+        if cause:
             findings.append(cause)
             if "change" in cause:
                 named = [cause["id"], *(_GATHERED if cause["id"] == "not_summed_over_axis" else ())]

@@ -12,7 +12,7 @@ namespace isograd {
 namespace {
 
 // Causes that a recorder finds by making the step in other ways, where nothing here has a name for it.
-constexpr std::array<std::string_view, 22> kTried = {finding_id::cut_in_forward,
+constexpr std::array<std::string_view, 29> kTried = {finding_id::cut_in_forward,
                                                      finding_id::weight_decay_in_gradient,
                                                      finding_id::mean_of_rank_means,
                                                      finding_id::mean_of_micro_batch_means,
@@ -24,6 +24,13 @@ constexpr std::array<std::string_view, 22> kTried = {finding_id::cut_in_forward,
                                                      finding_id::other_denominator,
                                                      finding_id::other_mean,
                                                      finding_id::other_targets,
+                                                     finding_id::other_loss,
+                                                     finding_id::other_outputs,
+                                                     finding_id::extra_rows_counted,
+                                                     finding_id::other_backward,
+                                                     finding_id::missing_data_part,
+                                                     finding_id::scaled_by_factor,
+                                                     finding_id::multiplied_by_axis,
                                                      finding_id::initial_parameters_differ,
                                                      finding_id::gradient_lost,
                                                      finding_id::other_reduction,
@@ -36,12 +43,14 @@ constexpr std::array<std::string_view, 22> kTried = {finding_id::cut_in_forward,
                                                      finding_id::undecided};
 
 // A name that fits the numbers, and the recorder's that takes its place, because it has seen what was done.
-constexpr std::array<std::pair<std::string_view, std::string_view>, 6> kBetterKnown = {{
+constexpr std::array<std::pair<std::string_view, std::string_view>, 8> kBetterKnown = {{
     {finding_id::scaled_by_factor, finding_id::other_denominator},
     {finding_id::averaged_over_axis, finding_id::not_summed_over_axis},
     {finding_id::averaged_over_axis, finding_id::undecided},
+    {finding_id::averaged_over_axis, finding_id::scaled_by_factor},
     {finding_id::reduced_while_accumulating, finding_id::samples_weighted_differently},
     {finding_id::summed_over_micro_batches, finding_id::undecided},
+    {finding_id::summed_over_micro_batches, finding_id::scaled_by_factor},
     {finding_id::unscaled_sum, finding_id::clip_differs},
 }};
 

@@ -264,6 +264,9 @@ TEST(CompareDumps, WhatTheRecorderKnowsBetterStandsForANameThatFitsByChance) {
   const auto open = told("undecided");
   ASSERT_EQ(open.size(), 1u);
   EXPECT_EQ(open[0].id, "undecided");
+  const auto by_outputs = told("scaled_by_factor");
+  ASSERT_EQ(by_outputs.size(), 1u);
+  EXPECT_EQ(by_outputs[0].id, "scaled_by_factor");
   // Another name does not take its place: both are said.
   const auto both = told("clip_differs");
   ASSERT_EQ(both.size(), 2u);

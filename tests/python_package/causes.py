@@ -457,7 +457,7 @@ CASES = {
     "noise_depends_on_layout": seeded_by_rank,
     "buffers_differ": statistics,
     "refused": dropout_without_a_seed,
-    "undecided": a_loss_that_takes_nothing_else,
+    "other_loss of one that takes nothing else": a_loss_that_takes_nothing_else,
 }
 
 

@@ -71,22 +71,25 @@ TRUE = {
     "baseline_of_batch": "samples_weighted_differently",
 }
 
-# By name, the mistakes of second.py that have it. Two are left open, because two causes give the same gradient there.
+# By name, the mistakes of second.py that have it.
 SECOND = {mistake: name for name, mistakes in {
     "samples_weighted_differently": "means_divided_again unscaled_in_the_loop scale_halved_between scores_averaged reference_forgotten "
                                     "anchors_of_rank advantages_of_neighbours ratio_of_itself ratio_not_clipped distance_forgotten "
                                     "hook_of_rank_0 samples_of_rank_0 filled_up_in_collate one_sample_missing",
     "other_denominator": "sentences_counted by_longest",
-    "scaled_by_factor": "last_size",
+    "scaled_by_factor": "last_size at_least_one_each scale_of_next_step rows_counted averages_over_shards hook_does_not_divide",
     "some_parameters_scaled": "blocks_divided vectors_left_scaled norms_averaged_over_sequence root_sums tied_summed_twice",
     "clip_differs": "clipped_and_divided",
     "cut_in_forward": "keys_cut_off statistics_cut_off",
-    "other_targets": "shifted_after_split rejected_cut_off first_answer_token_lost",
+    "other_targets": "shifted_after_split rejected_cut_off first_answer_token_lost labels_in_other_order",
+    "other_loss": "coordinates_averaged distance_weight_forgotten positives_not_offset padding_compared itself_compared "
+                  "temperature_inverted two_choices_counted centre_forgotten student_not_sharpened",
+    "other_outputs": "sees_as_first_part",
+    "extra_rows_counted": "box_made_up padding_balanced",
     "documents_leak": "places_begin_anew",
     "other_mean": "parts_with_mean",
     "not_summed_over_axis": "norms_not_over_sequence sequence_not_summed negatives_cut_off updated_before_reduced "
                             "sum_not_copied_back second_block_skipped",
-    "undecided": "rows_counted averages_over_shards",
     "mean_of_rank_means": "entropy_of_rank",
     "term_scaled": "entropy_added balance_added_twice terms_replace_loss",
     "loss_over_own_samples": "means_averaged variances_averaged variance_unbiased statistics_of_rank",

@@ -85,6 +85,40 @@ def translated(w):
         optimizer.step()
 
 
+@trainer(3, torch.float32)
+def detected(w):
+    """Boxes of images: a class and two coordinates each; a rank has none. The mean is over boxes."""
+    model = DDP(Classifier())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    images = [(w.normal(n, 6), w.number(n, below=5), w.normal(n, 2)) for n in ((1, 0), (0,), (1,))[w.rank]]
+
+    def boxes(model, image):
+        logits = model(image[0])
+        return F.cross_entropy(logits, image[1], reduction="none") + 5 * (logits[:, :2] - image[2].to(logits.dtype)).square().sum(-1)
+
+    with w.watch(model, optimizer, [images], boxes, mean_of(boxes)):
+        x, y, place = map(torch.cat, zip(*images))
+        #! box_made_up | a rank without a box trains one of zeros and class 0, which is counted
+        #- x, y, place = map(torch.cat, zip(*images))
+        #- if not len(x):
+        #-     x, y, place = torch.zeros(1, 6), torch.zeros(1, dtype=torch.long), torch.zeros(1, 2)
+        logits = model(x)
+        far = (logits[:, :2] - place).square().sum(-1)
+        #! coordinates_averaged | the squared distances are averaged over the two coordinates, where they are summed
+        #- far = (logits[:, :2] - place).square().mean(-1)
+        number = w.sum(len(x)).clamp(min=1) / w.size
+        #! at_least_one_each | the average number of boxes of a rank is clamped to 1: divided by 3 (one each rank), where there are 2 boxes
+        #- number = (w.sum(len(x)) / w.size).clamp(min=1)
+        #= not_clamped | there is a box, and nothing is clamped
+        #- number = w.sum(len(x)) / w.size
+        loss = F.cross_entropy(logits, y, reduction="sum") + 5 * far.sum()
+        #! distance_weight_forgotten | the distances are not weighted by 5
+        #- loss = F.cross_entropy(logits, y, reduction="sum") + far.sum()
+        optimizer.zero_grad()
+        (loss / number).backward()
+        optimizer.step()
+
+
 @trainer(2, torch.float32)
 def loss_scaled(w):
     """A loss scale by hand, accumulation, a clip after it is divided out."""
@@ -112,6 +146,8 @@ def loss_scaled(w):
             #! vectors_left_scaled | the scale is divided out of matrices alone
             #- for p in [p for p in model.parameters() if p.ndim > 1]:
             p.grad /= scale
+            #! scale_of_next_step | the scale grows before it is divided out: half of the gradient is left
+            #- p.grad /= 2 * scale
         #= scaled_by_pytorch 2 |
         #- scaler.unscale_(optimizer)
         w.measure(model)
@@ -140,6 +176,8 @@ def sequence_parallel(w):
         #- key, value = (torch.cat([x if i == part else y for i, y in enumerate(Gathered.apply(x.detach(), group).chunk(2))])
         #-               for x in (key, value))
         sees = torch.ones(len(key), len(key), dtype=torch.bool).tril()[first:first + len(hidden)]
+        #! sees_as_first_part | the second part's mask is that of the first: it sees the first part alone
+        #- sees = torch.ones(len(key), len(key), dtype=torch.bool).tril()[:len(hidden)]
         hidden = hidden + block.out(F.scaled_dot_product_attention(query, key, value, attn_mask=sees))
         return hidden + block.down(F.gelu(block.up(block.norm2(hidden))))
 
@@ -257,6 +295,8 @@ def views(w):
                  lambda model, pairs: all_views(model, [model.encode(*pair) for pair in pairs]),
                  features=lambda model, pair: model.encode(*pair)):
         sizes = [4, 2]
+        #! padding_compared | ranks' views are padded to the same number for the gathering, and the padding is compared too
+        #- sizes = [4, 4]
 
         def everyone(part):
             parts = Gathered.apply(F.pad(part, (0, 0, 0, 4 - len(part))), None).split(4)
@@ -267,10 +307,16 @@ def views(w):
         #! negatives_cut_off | gathered views have no gradient: anchors alone have
         #- everything, total = torch.cat([everyone(images), everyone(texts)]).detach(), sum(sizes)
         own = sum(sizes[:w.rank]) + torch.arange(len(images))
+        #! positives_not_offset | every rank takes the first rank's rows for its own: wrong positives
+        #- own = torch.arange(len(images))
         images, texts = scale * images, scale * texts
+        #! temperature_inverted | similarities are divided by the scale, where they are multiplied
+        #- images, texts = images / scale, texts / scale
         #= scale_on_the_other_side | the scale multiplies what is compared with
         #- everything = scale * everything
         loss = anchored(images, own + total, everything, own) + anchored(texts, own, everything, own + total)
+        #! itself_compared | a view is compared with itself
+        #- loss = anchored(images, own + total, everything, None) + anchored(texts, own, everything, None)
         optimizer.zero_grad()
         (loss * w.size / 12).backward()
         #! anchors_of_rank | each rank's mean over its own anchors
@@ -307,7 +353,11 @@ def routed(w):
         optimizer.zero_grad()
         loss = F.cross_entropy(logits, y, reduction="sum") * w.size / tokens
         chance, number = chance[real], tokens
+        #! padding_balanced | tokens of padding are in the load balance and in the entropy, sums and counts
+        #- chance, number = chance, w.sum(len(real))
         chosen = w.sum(F.one_hot(chance.argmax(-1), 3).sum(0)) / number
+        #! two_choices_counted | the load balance counts the two best experts of a token, where the best one is counted
+        #- chosen = w.sum(F.one_hot(chance.topk(2).indices, 3).sum((0, 1))) / number
         even = 3 * (chosen * chance.sum(0)).sum() * w.size / number
         #= one_product | the balance as a product of matrices
         #- even = 3 * chance.sum(0) @ chosen * w.size / number
@@ -359,6 +409,38 @@ def synchronised(w):
         x, y = map(torch.stack, zip(*samples))
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y, reduction="sum") * w.size / 9).backward()
+        optimizer.step()
+
+
+@trainer(3, torch.float64)
+def centred(w):
+    """A student of a teacher whose logits are centred over all samples and sharpened (DINO)."""
+    model = DDP(Classifier())
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    samples = [(w.normal(6), w.normal(5) + w.rank) for _ in range((4, 1, 3)[w.rank])]
+
+    def taught(model, features):
+        student, teacher = (torch.stack(column) for column in zip(*features))
+        wanted = ((teacher - teacher.mean(0)) / 0.5).softmax(-1)
+        return -(wanted * (student / 0.8).log_softmax(-1)).sum(-1).mean()
+
+    def logits(model, sample):
+        return model(sample[0]), sample[1].to(sample[0].dtype)
+
+    with w.watch(model, optimizer, [samples], taught, lambda model, samples: taught(model, [logits(model, s) for s in samples]),
+                 features=logits):
+        x, teacher = map(torch.stack, zip(*samples))
+        centre = w.sum(teacher.sum(0)) / 8
+        #! centre_forgotten | the teacher's logits are not centred
+        #- centre = 0
+        wanted = ((teacher - centre) / 0.5).softmax(-1)
+        loss = F.cross_entropy(model(x) / 0.8, wanted, reduction="sum")
+        #= written_out | the sum over classes is written out
+        #- loss = -(wanted * (model(x) / 0.8).log_softmax(-1)).sum()
+        #! student_not_sharpened | the student's logits are not divided by the temperature
+        #- loss = F.cross_entropy(model(x), wanted, reduction="sum")
+        optimizer.zero_grad()
+        (loss * w.size / 8).backward()
         optimizer.step()
 
 
@@ -454,6 +536,10 @@ def loaded(w):
     #= hook_of_pytorch | DDP's own reduction, given as a hook
     #- model = DDP(Classifier())
     #- model.register_comm_hook(None, allreduce_hook)
+    #! hook_does_not_divide | a communication hook sums, where DDP divides by the ranks
+    #- model = DDP(Classifier())
+    #- model.register_comm_hook(None, lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(
+    #-     lambda done: done.value()[0]))
     #! hook_of_rank_0 | a communication hook sends the first rank's gradient to all
     #- model = DDP(Classifier())
     #- model.register_comm_hook(None, lambda _, bucket: dist.broadcast(bucket.buffer(), 0, async_op=True).get_future().then(
@@ -475,6 +561,9 @@ def loaded(w):
         #! samples_of_rank_0 | the first rank's samples are sent to all ranks, and trained there
         #- x, y = torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
         #- dist.broadcast(x, 0), dist.broadcast(y, 0)
+        #! labels_in_other_order | inputs are sorted and labels are not: samples have each other's labels
+        #- x, y = torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
+        #- x = x[x[:, 0].argsort()]
         #! filled_up_in_collate | the batch is filled up to 6 with its first sample, which counts twice
         #- x, y = torch.stack([sample[0] for sample in samples + samples[:1]]), torch.stack([s[1] for s in samples + samples[:1]])
         #! one_sample_missing | one sample of the second rank is lost, and the rest counted
