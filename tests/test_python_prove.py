@@ -33,7 +33,7 @@ BLIND = {
     "ClipsWhileScaled": "scaled_by_factor", "NeverSynchronised": "not_summed_over_axis", "SynchronisedFirst": "micro_batches_not_reduced",
     "ClipsEachMicroBatch": "clipped_before_reduction", "ZeroesInTheLoop": "micro_batches_lost",
     "DividedByTheMostMicroBatches": "mean_of_micro_batch_means", "CountOfTheStepBefore": "scaled_by_factor",
-    "ShiftedOverThePack": "other_targets", "MeanOfSampleMeans": "other_mean", "SmoothedLabels": "undecided",
+    "ShiftedOverThePack": "other_targets", "MeanOfSampleMeans": "other_mean", "SmoothedLabels": "other_targets",
     "UnfrozenAfterWrapping": "not_summed_over_axis", "TieLost": "gradient_lost", "BiasesInNoGroup": "not_in_optimizer",
     "EmbeddingAveragedTwice": "some_parameters_scaled", "IgnoredByFsdp": "not_summed_over_axis",
     "DividedByRanksOnceMore": "averaged_over_axis", "OtherOrderOnOneRank": "replicas_differ",

@@ -23,6 +23,7 @@ LARGEST = 1 << 28  # bytes of a rank's outputs and their gradients; of more noth
 MOST_ROWS = 8192  # of run and reference together
 DIRECTIONS = 48  # on which longer rows are projected, to find equal ones
 NOTHING, CLEAR = 1e-6, 1e-4  # of the largest gradient of a row: below one there is none, and above the other there is one
+CLEARLY = 0.02  # by which a temperature or a smoothing is another one
 COARSEST = 1e-7  # round-off of a run whose rows can be told apart by their values
 FEATURES = "features="  # in place of a module's name
 Sent = Sequence[tuple[str, str, torch.Tensor, torch.Tensor]]  # module, where in what it gives, values, gradients
@@ -174,6 +175,8 @@ def _declared(trials: Trials) -> list[Output]:
     for number, count, outputs, loss in _forwards(trials, model):
         for one in outputs:
             one.inner = _reaches(outputs, one)
+        for one in outputs:
+            one.gradient = None  # of what was asked just now
         loss.backward()
         for one in outputs:
             one.live = None
@@ -425,7 +428,7 @@ class Located:
         number, at = rows.owners_of[group][0]
         output = self.outputs[number]
         several = len({other.key for other in self.outputs.values()}) > 1
-        what = f" of {output.module}" if output.module and output.module != FEATURES else ""
+        what = f" of module {output.module}" if output.module and output.module != FEATURES else ""
         whole = "the batch" if output.place < 0 else self.places[output.place]
         right, found = rows.right[group], rows.found[group]
         terms = {one.term for number, at in rows.owners_of[group] for one in [self.outputs[number]] if one.gradient is not None and bool(
@@ -490,12 +493,15 @@ class Located:
         return {"id": "extra_rows_counted", "sentence": f"on {_ranks(extra)} a gradient arrives at {len(extra)} row{'s' * (len(extra) > 1)} of outputs that no sample "
                 "has: padding, or rows that were made up; the rows of all samples are there too"}
 
-    def _of_other(self, rows: Sequence[Row]) -> Finding:
-        other = [row for row in rows if row.other]
+    def _of_other(self, rows: Sequence[Row]) -> Finding | None:
+        names, follows = self.pulled
+        # A reduction may undo weights of ranks, which a sum over equal rows of several does not show.
+        other = [row for row in rows if row.other and (follows or row.members == 1)]
+        if not other:
+            return None
         labels = self._labels(other)
         worst = min(other, key=lambda row: row.cosine)
         what = labels["sentence"] if labels else f"{_few([row.where for row in other])} (at {worst.where} the cosine of the two is {worst.cosine:.3g})"
-        names, follows = self.pulled
         some = "" if len(names) == len(self.trials.found) else f" {len(names)} of {len(self.trials.found)}"
         rest = f"; the gradient of{some or ' all'} parameters is what the model makes of it: its forward and backward and the reduction are right there" \
             if follows else ""
@@ -510,15 +516,20 @@ class Located:
         if not told or any(row.members == 1 and not (right and found) for row, right, found in pairs):
             return None  # rows that are equal may have several labels
         moved = [f"{row.where} is trained toward {found.label}, and by `loss` toward {right.label}" for row, right, found in told if right.label != found.label]
-        heats, smooths = {f"{found.heat / right.heat:.4g}" for _, right, found in told}, {f"{found.smooth:.4g}" for _, _, found in told}
-        of_right = {f"{right.smooth:.4g}" for _, right, _ in told}
         if moved:
-            return {"id": "other_targets", "sentence": _few(moved)} if len(heats) == 1 else None
-        if len(heats) == 1 and heats != {"1"}:
-            return {"id": "other_loss", "sentence": f"logits are divided by {heats.pop()} times what `loss` divides them by"}
-        if len(smooths) == len(of_right) == 1 and smooths != of_right:
-            return {"id": "other_targets", "sentence": f"labels are smoothed by {smooths.pop()}, and by `loss` by {of_right.pop()}"}
+            return {"id": "other_targets", "sentence": _few(moved)}
+        heat = self._one([found.heat / right.heat for _, right, found in told])
+        smooth, of_right = self._one([found.smooth for _, _, found in told]), self._one([right.smooth for _, right, _ in told])
+        if heat is not None and abs(heat - 1) > CLEARLY:
+            return {"id": "other_loss", "sentence": f"logits are divided by {heat:.4g} times what `loss` divides them by"}
+        if smooth is not None and of_right is not None and abs(smooth - of_right) > CLEARLY:
+            return {"id": "other_targets", "sentence": f"labels are smoothed by {smooth:.3g}, and by `loss` by {round(of_right, 4):.3g}"}
         return None
+
+    def _one(self, values: Sequence[float]) -> float | None:
+        """Their mean, where they are one number."""
+        mean = sum(values) / len(values)
+        return mean if max(abs(value - mean) for value in values) <= 10 * self.allowed.alike * max(1.0, mean) else None
 
     def _of_factor(self, number: int, arriving: float) -> Finding | None:
         """All gradients at outputs are one multiple of the declared ones."""

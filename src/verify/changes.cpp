@@ -219,16 +219,16 @@ std::map<std::string_view, std::string> changes(const std::string& mean, bool pe
            "count these alone: `counted = isograd.TokenMean({}).count(targets)`",
            group)},
       {"other_loss",
-       "compute in the step what `loss` computes of the model's outputs, sample by sample, and divide the sum by the "
-       "count of the whole step: `sum(loss(model, sample).sum() for sample in samples) / count`"},
+       "compute in the step what `loss` computes of the model's outputs, sample by sample, and divide the "
+       "sum by the count of the whole step: `sum(loss(model, sample).sum() for sample in samples) / count`"},
       {"other_outputs",
-       "give the model the same inputs, masks and positions as `loss` does, such as `model(tokens[:-1])` of each "
-       "document by itself"},
+       "give the model the same inputs, masks and positions as `loss` does, such as `model(tokens[:-1])` of "
+       "each document by itself"},
       {"extra_rows_counted",
        "leave rows that belong to no sample out of the loss and out of its counts: `losses[real].sum()`"},
       {"other_backward",
-       "let the gradient pass through the model as it is: no `register_hook`, `.detach()` or backward of your own in "
-       "it; and sum it once over ranks: " +
+       "let the gradient pass through the model as it is: no `register_hook`, `.detach()` or backward of "
+       "your own in it; and sum it once over ranks: " +
            reduce},
       {"initial_parameters_differ",
        "begin alike: `torch.manual_seed(0)` before the model is made, or "

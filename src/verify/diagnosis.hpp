@@ -72,8 +72,8 @@ namespace isograd {
           "the gradients of what is cut along one axis are multiplied by a size of the run, or divided by " \
           "it: that of the axis, over which the sum is whole already, of all ranks, of accumulation") \
   FINDING(scaled_by_factor, \
-          "all gradients are multiplied by one factor that no count explains alone: a learning rate, a loss " \
-          "scale, a divisor of the loss or of the reduction") \
+          "all gradients are multiplied by one factor that no count explains alone: a learning rate, a " \
+          "loss scale, a divisor of the loss or of the reduction") \
   FINDING(other_denominator, \
           "the loss is divided by another count than its targets': padding, all tokens, samples") \
   FINDING(other_mean, \
@@ -101,16 +101,16 @@ namespace isograd {
           "the same samples, but other tokens carry loss: padding or the first label counted, labels not " \
           "shifted, shifted twice or smoothed, targets left out") \
   FINDING(other_loss, \
-          "the model's outputs are right, and the gradient that arrives at them is not that of the declared " \
-          "loss: the step computes another one of them, or passes another gradient on to them") \
+          "the model's outputs are right, and the gradient that arrives at them is not that of the " \
+          "declared loss: the step computes another one of them, or passes another gradient on to them") \
   FINDING(other_outputs, \
-          "the model gives other outputs for the same samples: other inputs, masks or positions, or another " \
-          "forward") \
+          "the model gives other outputs for the same samples: other inputs, masks or positions, or " \
+          "another forward") \
   FINDING(extra_rows_counted, \
           "rows of the model's outputs that no sample has carry loss: padding, or rows that were made up") \
   FINDING(other_backward, \
-          "the model's outputs are right, and so is the gradient that arrives at them; those of the parameters " \
-          "are not: a hook, a cut, or the reduction") \
+          "the model's outputs are right, and so is the gradient that arrives at them; those of the " \
+          "parameters are not: a hook, a cut, or the reduction") \
   FINDING(initial_parameters_differ, "parameters differ before the first step") \
   FINDING(noise_depends_on_layout, "random numbers depend on the rank, not on the sample") \
   FINDING(evaluation_mode, \

@@ -130,6 +130,38 @@ def both(rank, size, wrong):
     return watched(rank, size, lambda logits, labels, real: right(logits * (2 if wrong else 1), labels, real), before=before)
 
 
+def weights_undone(rank, size, wrong):
+    """The losses of each rank are multiplied, and the gradients of its parameters divided, by its own number: of weights nothing is said."""
+    def before(model):
+        for name, p in model.named_parameters():
+            digits = 1e4 if wrong and name == "middle.weight" else None
+            p.register_hook(lambda gradient, digits=digits: ((gradient * digits).round() / digits if digits else gradient) / (rank + 1))
+
+    return watched(rank, size, lambda *given: (rank + 1) * right(*given), before=before)
+
+
+def between(rank, size, wrong):
+    """Two modules that are called one after the other, and a hook on what goes from one to the other."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(6, WIDTH, bias=False), nn.Linear(WIDTH, CLASSES, bias=False)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(rank)
+    micro = [torch.randn(6, generator=random) for _ in range(3 + rank)]
+
+    def squares(model, x, hook=lambda gradient: gradient):
+        hidden = model[0](x)
+        hidden.register_hook(hook)
+        return model[1](torch.tanh(hidden)).square().sum(-1)
+
+    with isograd.watch(model, optimizer, micro_batches=[micro], loss=lambda model, x: squares(model, x[None])) as step:
+        count = sum(3 + rank for rank in range(size))
+        (squares(model, torch.stack(micro), torch.sign if wrong else lambda gradient: gradient).sum() / count).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+    return step.verdict
+
+
 def in_place(rank, size, wrong):
     """Logits are changed in place after the forward: nothing is said of them."""
     def of_rows(logits, labels, real):
@@ -229,6 +261,8 @@ CASES = {
     "missing_data_part": features(far, far, keep=lambda rank, micro: micro[1:]),
     "samples_weighted_differently": features(lambda rows: rows.square().sum(1).mean(), weighted),
     "other_backward": rounded_weights,
+    "other_backward between forwards": between,
+    "unknown where the reduction undoes weights": weights_undone,
     "scaled_by_factor in the loss": factor(23.0, 1.0),
     "scaled_by_factor after it": factor(1024.0, 1 / 1000.0),
     "undecided where outputs were changed in place": in_place,
