@@ -152,8 +152,9 @@ std::unique_ptr<DataParallel> bucketed(TrainableParameters parameters, const Mes
 
 // Only for its messages: which argument is none of the above.
 template <typename Parameters, typename Ranks>
-requires(!std::convertible_to<Parameters, TrainableParameters> || !std::convertible_to<Ranks, Mesh>)
-    std::unique_ptr<DataParallel> bucketed(Parameters&&, Ranks&&, DataParallelOptions = {}) {
+requires(!std::convertible_to<Parameters, TrainableParameters> ||
+         !std::convertible_to<Ranks, Mesh>) std::unique_ptr<DataParallel> bucketed(Parameters&&, Ranks&&,
+                                                                                   DataParallelOptions = {}) {
   static_assert(std::convertible_to<Parameters, TrainableParameters>,
                 "bucketed()'s argument 1, the parameters, is isograd::trainable_parameters(model): names and "
                 "tensors, where model->parameters() has no names");

@@ -212,11 +212,11 @@ struct Requests {
 
 // Counts of a step: global numbers, the same on all ranks, except `sample_sizes` and `rank`.
 struct StepCounts {
-  std::int64_t targets = 0;                     // targets that carry loss
-  std::int64_t tokens = 0;                      // tokens
-  std::int64_t micro_batches = 0;               // over all ranks
+  std::int64_t targets = 0;                             // targets that carry loss
+  std::int64_t tokens = 0;                              // tokens
+  std::int64_t micro_batches = 0;                       // over all ranks
   bool stop_requested = false, save_requested = false;  // by any rank
-  std::vector<std::int64_t> targets_by_rank{};  // [W]
+  std::vector<std::int64_t> targets_by_rank{};          // [W]
 
   int rank = 0;                           // of this object
   std::int64_t global_micro_batches = 0;  // most micro-batches of any rank: the step's global micro-batches

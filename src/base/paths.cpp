@@ -78,8 +78,7 @@ void make_folders(const fs::path& folder) {
     problem = std::make_error_code(std::errc::not_a_directory);
   if (problem)
     refuse(folder.string(), "that the system refuses it: " + problem.message(),
-           "a folder that can be created",
-           "Choose another folder, or look at its permissions and its disk");
+           "a folder that can be created", "Choose another folder, or look at its permissions and its disk");
   for (const auto& made : missing) fsync_directory(made.parent_path());
 }
 

@@ -142,8 +142,9 @@ Verb sample_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("sample", "Generate text or videos from a checkpoint");
   auto flags = std::make_shared<SampleFlags>();
   SampleRequest& options = flags->options;
-  verb->add_option("CHECKPOINT", flags->checkpoint,
-                   "a checkpoint, the folder of a run (its latest checkpoint), RUN/best, or a Hugging Face directory")
+  verb->add_option(
+          "CHECKPOINT", flags->checkpoint,
+          "a checkpoint, the folder of a run (its latest checkpoint), RUN/best, or a Hugging Face directory")
       ->required();
   constexpr double kMany = 0x1p30;
   add_option(*verb, "--seed", options.seed,

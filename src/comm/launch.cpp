@@ -305,10 +305,9 @@ class Launch {
     try {
       for (int rank = 0; rank < options.ranks; ++rank) {
         const auto [out, err] = relay_.output ? relay_.output->open(rank) : std::pair{-1, -1};
-        children_.push_back(start_process(program, command,
-                                          rank_environment(rank, options.ranks, free.port, store), out, err,
-                                          fmt::format("rank {} of {}", rank, options.ranks),
-                                          options.holds_user_signals));
+        children_.push_back(
+            start_process(program, command, rank_environment(rank, options.ranks, free.port, store), out, err,
+                          fmt::format("rank {} of {}", rank, options.ranks), options.holds_user_signals));
       }
     } catch (...) {
       signal_all(SIGKILL);

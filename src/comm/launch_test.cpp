@@ -144,8 +144,9 @@ TEST_F(Launch, ARankThatIsToBeRunAgainHasNotFailed) {
 
 TEST_F(Launch, SignalsToSaveArePassedOn) {
   for (const int number : {SIGUSR1, SIGUSR2}) {
-    const std::string script = "trap 'echo > \"$0\"/$RANK.told; exit 0' USR1 USR2; echo > \"$0\"/$RANK.ready;"
-                               "while :; do sleep 0.05; done";
+    const std::string script =
+        "trap 'echo > \"$0\"/$RANK.told; exit 0' USR1 USR2; echo > \"$0\"/$RANK.ready;"
+        "while :; do sleep 0.05; done";
     std::thread user([&] {
       ASSERT_TRUE(wait_for("0.ready") && wait_for("1.ready"));
       ::kill(::getpid(), number);
@@ -165,8 +166,8 @@ TEST_F(Launch, HeldSignalsWaitForTheRank) {
       ASSERT_TRUE(wait_for("0.ready") && wait_for("1.ready"));
       ::kill(::getpid(), SIGUSR1);
     });
-    const int status = launch_ranks({"bash", "-c", script, folder_.string()},
-                                    {.ranks = 2, .holds_user_signals = holds});
+    const int status =
+        launch_ranks({"bash", "-c", script, folder_.string()}, {.ranks = 2, .holds_user_signals = holds});
     EXPECT_EQ(status, holds ? 0 : 128 + SIGUSR1);
     user.join();
     for (const char* name : {"0.ready", "1.ready"}) fs::remove(folder_ / name);

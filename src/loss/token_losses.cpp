@@ -28,8 +28,8 @@ at::Tensor with_dims_of(const at::Tensor& of_tokens, const at::Tensor& values) {
   return of_tokens.view(shape);
 }
 
-// [T] in fp64: w_i · mean over a token's elements of each(prediction − target). Only `each`, a function of all
-// elements, differs between regression losses.
+// [T] in fp64: w_i · mean over a token's elements of each(prediction − target). Only `each`, a function of
+// all elements, differs between regression losses.
 template <typename Each>
 at::Tensor regression_losses(const std::string& where, const at::Tensor& prediction, const at::Tensor& target,
                              const at::Tensor& weights, const Each& each) {

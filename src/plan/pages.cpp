@@ -235,10 +235,11 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
   Report report(
       fmt::format("{} on {} x {}", plan.model.name.empty() ? plan.model.family : plan.model.name,
                   plan.cluster.devices, plan.cluster.name),
-      fmt::format("{} parameters; {} tokens a step in sequences of {}. {} of {} layouts fit. Nothing was run: "
-                  "every number says where it is from.",
-                  human_count(plan.model.parameters()), human_count(plan.work.tokens), plan.work.sequence,
-                  human_count(double(plan.fitting)), human_count(double(plan.candidates))));
+      fmt::format(
+          "{} parameters; {} tokens a step in sequences of {}. {} of {} layouts fit. Nothing was run: "
+          "every number says where it is from.",
+          human_count(plan.model.parameters()), human_count(plan.work.tokens), plan.work.sequence,
+          human_count(double(plan.fitting)), human_count(double(plan.candidates))));
   const Planned* best = best_of(plan);
   if (plan.top.empty()) {
     report.verdict(false, "No layout fits: " + plan.missing);

@@ -324,8 +324,9 @@ std::vector<Planned::Part> StepModel::explain(const Candidate& candidate, const 
     if (value > 0) lines.push_back({name, std::move(formula), within(value, width, origin)});
   };
   const std::int64_t rounds = candidate.micro_batches;
-  add("products", fmt::format("{} {}, forward and both halves of backward", rounds,
-                              unit_of(static_cast<double>(rounds), "micro-batches")),
+  add("products",
+      fmt::format("{} {}, forward and both halves of backward", rounds,
+                  unit_of(static_cast<double>(rounds), "micro-batches")),
       parts.products, rates);
   add("attention", "4 FLOPs a pair and head dimension, 3.5 times", parts.attention, rates);
   add("memory-bound operators", "their bytes / memory bandwidth", parts.memory_bound, rates);

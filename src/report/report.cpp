@@ -154,8 +154,7 @@ std::string hint(double width, const char* what, const char* kind = "hint") {
   constexpr double kMargins = 50;
   if (width <= kNarrowest) return {};
   return fmt::format(
-      "<p class=\"{}\" style=\"max-height:{}\">{} is wider than the screen: scroll it sideways →</p>\n",
-      kind,
+      "<p class=\"{}\" style=\"max-height:{}\">{} is wider than the screen: scroll it sideways →</p>\n", kind,
       width > kPageWidth ? "none" : fmt::format("clamp(0px,({:.0f}px - 100vw)*99,3em)", width + kMargins),
       what);
 }
@@ -340,14 +339,13 @@ void Report::table(const std::string& title, const std::string& summary,
     for (std::size_t i = 0; i < row.size(); ++i) {
       const bool number = i < columns && right[i] && !rows.empty();
       const bool wraps = i < columns && longest[i] > kLongCell;
-      html += fmt::format("<{0}{1}{2}>{3}</{0}>", tag,
-                          cards && tag == "td" && i < columns
-                              ? fmt::format(" data-h=\"{}\"", escape_html(headings[i]))
-                              : "",
-                          number  ? " class=\"number\""
-                          : wraps ? (sentences(i) ? " class=\"sentences\"" : " class=\"long\"")
-                                  : "",
-                          wraps ? with_breaks(escape_html(row[i])) : escape_html(row[i]));
+      html += fmt::format(
+          "<{0}{1}{2}>{3}</{0}>", tag,
+          cards && tag == "td" && i < columns ? fmt::format(" data-h=\"{}\"", escape_html(headings[i])) : "",
+          number  ? " class=\"number\""
+          : wraps ? (sentences(i) ? " class=\"sentences\"" : " class=\"long\"")
+                  : "",
+          wraps ? with_breaks(escape_html(row[i])) : escape_html(row[i]));
     }
     return html + "</tr>\n";
   };
@@ -357,8 +355,7 @@ void Report::table(const std::string& title, const std::string& summary,
   html += hint(width, "This table", cards ? "hint cards-hint" : "hint");
   const bool cut = rows.size() > kRowsInSight;
   if (cut) html += fmt::format("<p class=\"hint\">{} rows: scroll down in the table ↓</p>\n", rows.size());
-  html += std::string("<div class=\"wide") + (cut ? "" : " whole") +
-          (cards ? " cards" : "") +
+  html += std::string("<div class=\"wide") + (cut ? "" : " whole") + (cards ? " cards" : "") +
           (in_one_line <= kNarrowTable ? " fit" : "") + "\"><table" + (roomy ? " class=\"roomy\"" : "") +
           "><thead>" + cells(headings, "th") + "</thead><tbody>\n";
   for (const auto& row : rows) html += cells(row, "td");

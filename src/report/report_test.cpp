@@ -397,8 +397,9 @@ TEST(Report, ATableThatMayBeTooWideSaysSo) {
     return report.html();
   };
   EXPECT_THAT(page(2), Not(HasSubstr("<p class=\"hint")));
-  EXPECT_THAT(page(6),
-              HasSubstr("<p class=\"hint cards-hint\" style=\"max-height:clamp(0px,(644px - 100vw)*99,3em)\">"));
+  EXPECT_THAT(
+      page(6),
+      HasSubstr("<p class=\"hint cards-hint\" style=\"max-height:clamp(0px,(644px - 100vw)*99,3em)\">"));
   EXPECT_THAT(page(6), HasSubstr("<table class=\"roomy\">")) << "headings in one line";
   EXPECT_THAT(page(30), HasSubstr("<table>"));
   EXPECT_THAT(page(30), HasSubstr("<p class=\"hint cards-hint\" style=\"max-height:none\">"));
@@ -463,9 +464,9 @@ TEST(Report, TextCanBeReadOnItsBackgroundLightAndDark) {
     of["c1-text"] = of["c2-text"] = of["c4-text"] = "#111";
     of["c6-text"] = of["c7-text"] = of["on-light"];
     of["c0-text"] = of["c3-text"] = of["c5-text"] = of["on-dark"];
-    std::vector<std::pair<std::string, std::string>> pairs = {
-        {"ink", "page"},  {"ink", "card"},       {"soft", "page"},
-        {"soft", "card"}, {"good", "good-back"}, {"bad", "bad-back"}};
+    std::vector<std::pair<std::string, std::string>> pairs = {{"ink", "page"},       {"ink", "card"},
+                                                              {"soft", "page"},      {"soft", "card"},
+                                                              {"good", "good-back"}, {"bad", "bad-back"}};
     for (const char* colour : {"c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"})
       pairs.emplace_back(colour + std::string("-text"), colour);
     for (const auto& [text, back] : pairs) {

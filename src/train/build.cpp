@@ -510,8 +510,7 @@ std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const N
                                             const Layout::Named& placements) {
   const StrategyRow& row = strategy_named(strategy);
   options = chosen(row, units, std::move(options));
-  if (!row.make)
-    return fully_shard(units->root, parameters, units->blocks, mesh, with(sharded, placements));
+  if (!row.make) return fully_shard(units->root, parameters, units->blocks, mesh, with(sharded, placements));
   TrainableParameters own = trainable(parameters, placements, mesh.grid(), mesh.rank());
   options.order = order_of(options.order, own);
   return row.make(std::move(own), mesh, std::move(options));

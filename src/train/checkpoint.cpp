@@ -334,11 +334,11 @@ fs::path resolve_checkpoint(const fs::path& root, const std::string& which) {
     } else if (const auto found = list_checkpoints(root); !found.empty() || which == "auto") {
       return found.empty() ? fs::path() : found.back();
     }
-    refuse(fmt::format("checkpoint.resume = \"{}\"", which),
-           fmt::format("no complete checkpoint{} in {}", best ? " with a validation loss" : "",
-                       root.string()),
-           "at least one folder step-NNNNNNNN",
-           "Check run.directory, or leave checkpoint.resume out to start anew");
+    refuse(
+        fmt::format("checkpoint.resume = \"{}\"", which),
+        fmt::format("no complete checkpoint{} in {}", best ? " with a validation loss" : "", root.string()),
+        "at least one folder step-NNNNNNNN",
+        "Check run.directory, or leave checkpoint.resume out to start anew");
   }
   const fs::path directory = which;
   if (!is_complete(directory))

@@ -103,8 +103,8 @@ TEST_F(CheckpointFiles, TheBestAreKeptBesidesTheNewest) {
       write_file(folder / "state.json", "{\"validation_loss\": " + loss + "}");
     });
   };
-  const std::pair<std::int64_t, const char*> losses[] = {{10, "3"}, {20, "1.5"}, {30, "null"}, {40, "2"},
-                                                         {50, "1.5"}, {60, "\"low\""}, {70, "1"}};
+  const std::pair<std::int64_t, const char*> losses[] = {
+      {10, "3"}, {20, "1.5"}, {30, "null"}, {40, "2"}, {50, "1.5"}, {60, "\"low\""}, {70, "1"}};
   for (const auto& [step, loss] : losses) with_loss(step, loss);
   EXPECT_EQ(resolve_checkpoint(root_, "best").filename(), "step-00000070");
   prune_checkpoints(root_, 60, 1, 2);  // 70 is a step that the run has not made

@@ -138,8 +138,8 @@ struct RunConfig {
     bool offload = false;  // gradients, masters and state in host memory
   } parallel;
   struct {
-    std::int64_t every = 100;   // 0: only at the end
-    double every_seconds = 0;   // since the last one, by rank 0's clock; 0: never
+    std::int64_t every = 100;  // 0: only at the end
+    double every_seconds = 0;  // since the last one, by rank 0's clock; 0: never
     std::int64_t keep = 2;
     std::int64_t keep_best = 0;  // by validation loss, in addition
     std::string resume;          // checkpoint directory, "latest", "best", "auto" or empty
@@ -169,7 +169,7 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
 // ConfigError: no such strategy.
-int stage_of(const std::string& strategy);  // of ZeRO; 0: no sharding
+int stage_of(const std::string& strategy);               // of ZeRO; 0: no sharding
 bool may_share_parameters(const std::string& strategy);  // whether share_parameters = "auto" may
 // The axes dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp or pp if they have several ranks; with
 // parallel.ep the view edp x ep. Without sharding, ranks with different samples are replicas. ConfigError:

@@ -514,11 +514,11 @@ void check_together(const RunConfig& config, const std::string& where) {
     }
     if (names.empty()) continue;
     const bool one = names.size() == 1;
-    refuse(where,
-           fmt::format("{}, which {} no effect: {}", fmt::join(values, ", "), one ? "has" : "have",
-                       rule.reason),
-           "only keys that have an effect",
-           fmt::format("Leave {} out", one ? names[0] : "these " + std::to_string(names.size())));
+    refuse(
+        where,
+        fmt::format("{}, which {} no effect: {}", fmt::join(values, ", "), one ? "has" : "have", rule.reason),
+        "only keys that have an effect",
+        fmt::format("Leave {} out", one ? names[0] : "these " + std::to_string(names.size())));
   }
 }
 

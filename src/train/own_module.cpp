@@ -128,8 +128,7 @@ void check_memory(const std::string& where, const OwnTensor& own, const std::str
   } catch (const c10::Error&) {
     found = "a parameter of which this rank keeps a shard";
   }
-  if (!found.empty())
-    refuse(fmt::format("{}: '{}'", where, own.name()), found, "a whole tensor", action);
+  if (!found.empty()) refuse(fmt::format("{}: '{}'", where, own.name()), found, "a whole tensor", action);
 }
 
 // ---- writing ----
@@ -172,8 +171,7 @@ bool is_of_weights(const std::string& name) {
 class WriteLock {
  public:
   explicit WriteLock(const fs::path& directory)
-      : path_(directory.parent_path() / ("." + directory.filename().string() + ".lock")),
-        lock_(path_) {
+      : path_(directory.parent_path() / ("." + directory.filename().string() + ".lock")), lock_(path_) {
     if (lock_.problem() == EWOULDBLOCK)  // where a file system does not lock, it goes on
       refuse(directory.string(), "another write of it at this moment", "one",
              "On ranks call write_weights(directory, module, *layout), of which one rank writes");

@@ -97,13 +97,12 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
       lanes.unit = "milliseconds";
       lanes.time_text = [](double time) { return fmt::format("{:.4g}", 1e3 * time); };
     }
-    return Showing::Picture{
-        .title = title,
-        .caption = fmt::format("{} {:.3g} {}, of which ranks wait {:.1f} %.", told,
-                               (short_step ? 1e3 : 1) * timeline.length, short_step ? "ms" : "s",
-                               100 * timeline.bubble()),
-        .html = svg(lanes),
-        .width = kLanesWidth};
+    return Showing::Picture{.title = title,
+                            .caption = fmt::format("{} {:.3g} {}, of which ranks wait {:.1f} %.", told,
+                                                   (short_step ? 1e3 : 1) * timeline.length,
+                                                   short_step ? "ms" : "s", 100 * timeline.bubble()),
+                            .html = svg(lanes),
+                            .width = kLanesWidth};
   };
   return {picture("Stages in the last step, as measured", measured.timeline,
                   "A line for each stage, with the numbers of micro-batches. The step's micro-batches took"),

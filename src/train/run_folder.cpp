@@ -121,10 +121,16 @@ bool ended_unsaved(const RunConfig& config) {
     return false;
   const RunConfig then = load_config(file);
   if (then.run.json_log != config.run.json_log) return false;
-  constexpr const char* kDefining[] = {"run.seed", "data.pack_length", "data.shuffle_packs",
-                                       "data.validation_fraction", "batch.packs_per_step",
-                                       "batch.rows_per_step", "batch.videos_per_step",
-                                       "optimizer.kind", "train.dtype", "model."};
+  constexpr const char* kDefining[] = {"run.seed",
+                                       "data.pack_length",
+                                       "data.shuffle_packs",
+                                       "data.validation_fraction",
+                                       "batch.packs_per_step",
+                                       "batch.rows_per_step",
+                                       "batch.videos_per_step",
+                                       "optimizer.kind",
+                                       "train.dtype",
+                                       "model."};
   for (const ConfigKey& key : config_keys()) {
     const std::string was = toml_text(key.get(then)), is = toml_text(key.get(config));
     if (was == is ||
@@ -227,11 +233,11 @@ void RunFolder::take(const RunConfig& config, const Continued& from) {
                       from.checkpoint.filename().string(), later);
   } else if (const std::string found = earlier_run(config); !found.empty()) {
     replaces_ = true;
-    notice_ = fmt::format(fmt::runtime(config.overwrite
-                                           ? "--overwrite: {} of an earlier run in {} are removed"
-                                           : "checkpoint.resume = \"auto\": {} are removed, the run in {} "
-                                             "ended before its first checkpoint; this one begins anew"),
-                          found, directory_.string());
+    notice_ = fmt::format(
+        fmt::runtime(config.overwrite ? "--overwrite: {} of an earlier run in {} are removed"
+                                      : "checkpoint.resume = \"auto\": {} are removed, the run in {} "
+                                        "ended before its first checkpoint; this one begins anew"),
+        found, directory_.string());
   }
 }
 

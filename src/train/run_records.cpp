@@ -120,8 +120,8 @@ ReportTable differing_keys(const std::vector<RunRecord>& runs) {
 
 std::vector<Chart> overlaid_charts(const std::vector<RunRecord>& runs) {
   std::vector<Chart> charts;
-  const bool text = std::ranges::all_of(
-      runs, [](const RunRecord& run) { return run.config.model.kind == "decoder"; });
+  const bool text =
+      std::ranges::all_of(runs, [](const RunRecord& run) { return run.config.model.kind == "decoder"; });
   const auto add = [&](const char* title, const char* unit, Field field, bool median, bool from_zero) {
     Chart chart{.title = title, .x_label = "step", .y_label = unit, .series = {}, .from_zero = from_zero};
     for (const RunRecord& run : runs) {

@@ -118,8 +118,7 @@ struct Trainer::Impl {
       const std::string no_peak = peak.flops_per_second > 0 ? "" : peak.source;
       std::string made;
       if (run->state.step >= config.train.steps)
-        made =
-            fmt::format("all {} steps were made before: this run repeats its end alone", run->state.step);
+        made = fmt::format("all {} steps were made before: this run repeats its end alone", run->state.step);
       for (const std::string& text : {folder->notice(), run->learning_rates, unseen, no_peak, made})
         if (!text.empty()) presenter->notice(text);
       for (const std::string& text : hosts->said()) presenter->notice(text);

@@ -377,8 +377,7 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
           "each tensor named once");
     const at::ScalarType type = place->second.scalar_type();
     const FloatType* const row = float_type(type, &FloatType::type);
-    if (!row)
-      bad(fmt::format("{} in {}", name, c10::toString(type)), "F64, F32, BF16 or F16");
+    if (!row) bad(fmt::format("{} in {}", name, c10::toString(type)), "F64, F32, BF16 or F16");
     if (in_fp64 && type != at::kDouble)
       bad(fmt::format("{} in {}", name, c10::toString(type)),
           fmt::format("F64, as \"precision\" of {} says: what was rounded proves nothing in fp64", kStep));
