@@ -115,14 +115,17 @@ def followed(trial, said):
 
 
 def outcome(trial, result):
-    """named, half named (with one that is false), undecided, misnamed, passed; right, alarm; refused"""
+    """named, half named (with one that is false), undecided, misnamed, passed; right, alarm; refused; said, if no names are recorded"""
     if "passed" not in result:
         return "refused"
     if result["passed"] or trial.kind == "right":
         return {("mistake", True): "passed", ("right", True): "right"}.get((trial.kind, result["passed"]), "alarm")
-    true, said = set((names.TRUE | names.SECOND)[trial.name].split()), set(result["findings"])
+    known, said = (names.TRUE | names.SECOND).get(trial.name), set(result["findings"])
     if said <= {"undecided", "unknown", "unresolved"}:
         return "undecided"
+    if known is None:
+        return "said"
+    true = set(known.split())
     return "named" if said <= true else "half named" if said & true else "misnamed"
 
 

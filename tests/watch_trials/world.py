@@ -139,6 +139,11 @@ def local(tensor):
     return None if tensor is None else (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def full(tensor):
+    """Of a DTensor the whole, as far as its placements say what there is to be put together."""
+    return None if tensor is None else (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
 def whole(name, tensors, shards):
     """The ranks' tensors: of shards the one that they make, as often as their groups are."""
     if shards == 1:
@@ -155,7 +160,7 @@ class World:
     def __init__(self, size, dtype):
         self.size, self.rank, self.dtype = size, dist.get_rank(), dtype
         self.random = torch.Generator().manual_seed(100 + self.rank)
-        self.unclipped = None
+        self.unclipped, self.own = None, local
         self.result = {"error": "the trainer opened no watch"}
 
     def documents(self, *lengths):
@@ -176,29 +181,31 @@ class World:
 
     def measure(self, model):
         """The gradient as it is before it is clipped."""
-        self.unclipped = {name: local(p.grad) for name, p in plain(model).named_parameters()}
+        self.unclipped = {name: self.own(p.grad) for name, p in plain(model).named_parameters()}
 
     @contextlib.contextmanager
-    def watch(self, model, optimizer, micro_batches, loss, truth, make=None, clip=math.inf, shards=1, **options):
+    def watch(self, model, optimizer, micro_batches, loss, truth, make=None, clip=math.inf, shards=1, spread=False, **options):
         """isograd.watch around the block, and the distance of its gradient and update from one process in fp64.
 
         truth(model, all samples) is what is to be differentiated; of groups of `shards` ranks each holds a part of the model.
+        With `spread` a parameter is on some ranks only, or a DTensor of which a group of ranks holds the whole.
         """
+        self.own = full if spread else local
         samples = doubled([sample for rank in gathered(micro_batches) for batch in rank for sample in batch])
         parameters = dict(plain(model).named_parameters())
-        before = {name: local(p) for name, p in parameters.items()}
+        before = {name: self.own(p) for name, p in parameters.items()}
         reference = (make() if make else copy.deepcopy(plain(model))).double()
         begin = gathered(before)
         with torch.no_grad():
             for name, p in reference.named_parameters():
-                p.copy_(whole(name, begin, shards)[0])
-        state = copy.deepcopy(optimizer.state_dict()) if shards == 1 else {"state": {}}
+                p.copy_(next(rank[name] for rank in begin if name in rank) if spread else whole(name, begin, shards)[0])
+        state = copy.deepcopy(optimizer.state_dict()) if shards == 1 and not spread else {"state": {}}
         taken_by = inspect.signature(type(optimizer)).parameters
         options_of = {key: value for key, value in optimizer.param_groups[0].items() if key in taken_by and key not in ("params", "fused")}
         given = {}
 
         def taken(*_):
-            given.update({name: local(p.grad) for name, p in plain(model).named_parameters() if name not in given})
+            given.update({name: self.own(p.grad) for name, p in plain(model).named_parameters() if name not in given})
 
         hook = optimizer.register_step_pre_hook(taken)
         error, entered = None, False
@@ -212,7 +219,7 @@ class World:
             error = f"{type(refusal).__name__}: {refusal}"
         hook.remove()
         taken()
-        moved = {name: local(p) for name, p in plain(model).named_parameters()}
+        moved = {name: self.own(p) for name, p in plain(model).named_parameters()}
         self.result = self._distance(reference, truth(reference, samples), begin, gathered(given), gathered(moved),
                                      gathered(self.unclipped or given), shards, clip if self.unclipped else math.inf, optimizer, state,
                                      options_of)
@@ -233,7 +240,8 @@ class World:
         def far(ranks, right):
             """The largest distance of a rank, or of a group of them, relative to the length of what is right."""
             length = torch.stack([tensor.norm() for tensor in right.values()]).norm().item()
-            found = {name: whole(name, [{name: None} | rank for rank in ranks], shards) for name in right}
+            lacks = [{} if shards > 1 else {name: wanted for name, wanted in right.items() if name not in held} for held in begin]
+            found = {name: whole(name, [{name: None} | rank | less for rank, less in zip(ranks, lacks)], shards) for name in right}
             parts = [[torch.zeros_like(right[name]) if tensor is None else tensor.double() for tensor in tensors]
                      for name, tensors in found.items()]
             return max(torch.stack([(tensor - wanted).norm() for tensor, wanted in zip(group, right.values())]).norm().nan_to_num(math.inf)
@@ -248,5 +256,6 @@ class World:
         if state["state"]:
             alone.load_state_dict({**state, "param_groups": alone.state_dict()["param_groups"]})
         alone.step()
-        steps = [{name: None if rank[name] is None else rank[name] - first[name] for name in trained} for rank, first in zip(moved, begin)]
+        steps = [{name: None if rank[name] is None else rank[name] - first[name] for name in trained if name in rank}
+                 for rank, first in zip(moved, begin)]
         return {"gradient": max(gradient, clipped), "update": far(steps, {name: p.detach() - start[name] for name, p in trained.items()})}
