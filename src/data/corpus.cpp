@@ -123,7 +123,7 @@ class FileBytes {
     if (code == Z_ERRNO) refuse_file("read", path_, errno);
     if (code == Z_BUF_ERROR) fail("gzip data that is cut short");
     if (got < 0 || code != Z_OK) fail(fmt::format("damaged gzip data ({})", text));
-    if (path_.extension() == ".gz" && gzdirect(zip_) == 1 && got > 0) fail("no gzip data");
+    if (path_.extension() == ".gz" && gzdirect(zip_) == 1) fail("no gzip data");
     return static_cast<std::size_t>(got);
   }
 

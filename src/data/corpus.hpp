@@ -53,6 +53,8 @@ struct Encoded {
   std::vector<float> weights;  // one each, 0: no target; empty: all 1
 };
 
+bool is_conversation(const Document& document);  // of messages, which the chat template joins
+
 // Throws BadLine: a record that is none of CorpusOptions' forms. No tokens: there is no text in it.
 Encoded encode(const Document& document, const Tokenizer& tokenizer, bool train_on_all);
 

@@ -73,8 +73,9 @@ Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, c
     : store_(store), number_(number), pack_length_(options.pack_length), packing_(options.packing) {
   const auto shuffled = [&](std::int64_t count, const char* purpose) {
     return random_permutation(
-        count,
-        {.seed = options.seed, .step = static_cast<std::uint64_t>(number), .layer = hash_name(purpose)});
+        count, {.seed = options.seed,
+                .step = static_cast<std::uint64_t>(options.shuffle || options.shuffle_packs ? number : 0),
+                .layer = hash_name(purpose)});
   };
   if (options.shuffle) {
     order_ = shuffled(static_cast<std::int64_t>(documents.size()), "data.shuffle");
@@ -92,8 +93,9 @@ Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, c
       num_tokens_ += store_.document_length(order_[i]);
     }
   }
-  // Best fit gives the packs by decreasing length of their first document.
-  if (options.shuffle_packs || (options.shuffle && packing_ == LoaderOptions::Packing::kBestFit))
+  // Best fit makes the packs of the longest documents first; whoever takes the first packs alone, as a
+  // validation may, would have these.
+  if (options.shuffle_packs || packing_ == LoaderOptions::Packing::kBestFit)
     pack_order_ = shuffled(packs(), "data.shuffle_packs");
 }
 

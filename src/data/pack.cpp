@@ -225,7 +225,7 @@ void look_for_doubled(Encoded& document, bool drop, const Tokenizer& tokenizer, 
     summary.first_doubled =
         fmt::format("document {} of {} {} with token {} twice", number, printable(file.string()),
                     begins ? "begins" : "ends", begins ? tokenizer.bos() : tokenizer.eos());
-  if (!drop) return;
+  if (!drop || count < 3) return;
   if (ends) tokens.pop_back();
   if (begins) tokens.erase(tokens.begin());
   if (!weights.empty() && ends) weights.pop_back();
@@ -269,7 +269,7 @@ std::vector<fs::path> write_shards(const std::vector<InputFile>& files, const Co
   for (const auto& file : files) {
     std::int64_t number = 0;  // of the document in this file, without empty ones
     const auto add = [&](const Document& document) {
-      chats = chats || (document.record != nullptr && !document.record->contains("text"));
+      chats = chats || is_conversation(document);
       Encoded encoded = encode(document, tokenizer, corpus.train_on_all);
       if (encoded.tokens.empty()) {  // a tokenizer may normalise a text of spaces to nothing
         ++summary.empty_documents;

@@ -42,6 +42,9 @@ void check_messages(const nlohmann::json& record, const char* name) {
     if (!message.is_object() || !message.contains("role") || !message["role"].is_string())
       bad_record(fmt::format("a message in \"{}\" without a role", name),
                  "objects with \"role\" (such as \"user\" or \"assistant\") and \"content\"");
+    if (message.contains("weight") && std::string_view(name) != "messages")
+      bad_record(fmt::format("a weight of a message in \"{}\"", name),
+                 "weights of messages in \"messages\" alone, or a \"weight\" of the line");
     if (message.contains("weight")) weight_in(message["weight"], "weight of a message");
   }
 }
@@ -60,9 +63,8 @@ Encoded encode_completion(const nlohmann::json& record, const Tokenizer& tokeniz
   const std::string &prompt = string_of(record, "prompt"), &completion = string_of(record, "completion");
   Encoded result{.tokens = tokenizer.encode(prompt + completion), .weights = {}};
   if (all) return result;
-  std::vector<std::uint32_t> before = tokenizer.encode(prompt);
-  if (tokenizer.eos() >= 0 && !before.empty() && before.back() == static_cast<std::uint32_t>(tokenizer.eos()))
-    before.pop_back();
+  // The mark that the tokenizer puts behind the prompt differs from what stands there in the whole.
+  const std::vector<std::uint32_t> before = tokenizer.encode(prompt);
   const auto [end, unused] = std::ranges::mismatch(before, result.tokens);
   result.weights.assign(result.tokens.size(), 1);
   std::fill_n(result.weights.begin(), end - before.begin(), 0.0F);
@@ -92,6 +94,12 @@ Encoded take_tokens(const nlohmann::json& record, const Tokenizer& tokenizer) {
 
 }  // namespace
 
+bool is_conversation(const Document& document) {
+  if (document.record == nullptr) return false;
+  const nlohmann::json& record = *document.record;
+  return record.contains("messages") || (record.contains("prompt") && record["prompt"].is_array());
+}
+
 Encoded encode(const Document& document, const Tokenizer& tokenizer, bool train_on_all) {
   if (document.record == nullptr && document.text.empty()) return {};
   if (document.record == nullptr) return {.tokens = tokenizer.encode(document.text), .weights = {}};
@@ -114,6 +122,7 @@ Encoded encode(const Document& document, const Tokenizer& tokenizer, bool train_
     }
   } else if (record.contains("tokens")) {
     result = take_tokens(record, tokenizer);
+    if (train_on_all) result.weights.clear();
   } else if (record.contains("text")) {
     const std::string& text = string_of(record, "text");
     if (text.empty()) return {};
@@ -126,6 +135,8 @@ Encoded encode(const Document& document, const Tokenizer& tokenizer, bool train_
     const auto weight = static_cast<float>(weight_in(record["weight"], "weight"));
     if (result.weights.empty()) result.weights.assign(result.tokens.size(), 1);
     for (float& each : result.weights) each *= weight;
+    if (std::ranges::any_of(result.weights, [](float each) { return std::isinf(each); }))
+      bad_record("a weight times those of the tokens that no float holds", "smaller weights");
   }
   // The first token is no target of any other.
   if (!result.weights.empty() &&

@@ -67,6 +67,9 @@ TEST(Records, BadOnesSayWhatIsWrong) {
       {R"({"tokens": [1, 2], "weights": [1, -3]})", "-3"},
       {R"({"tokens": [1, 258]})", "258"},
       {R"({"tokens": [1, 0.5]})", "0.5"},
+      {R"({"tokens": [1, 2], "weights": [1e30, 1e30], "weight": 1e30})", "no float holds"},
+      {R"({"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "weight": 2}]})",
+       "in \"completion\""},
       {R"({"tokens": 4})", "no list"}};
   for (const auto& [record, expected] : cases) {
     try {
@@ -149,8 +152,9 @@ TEST_F(Files, CompressedOnesThatAreCutShortOrDamagedAreNamed) {
     std::string damaged = whole;
     for (std::size_t i = damaged.size() / 2; i < damaged.size() / 2 + 40; ++i)
       damaged[i] = static_cast<char>(~damaged[i]);
-    for (const std::string& bytes : {whole.substr(0, whole.size() - 1), whole.substr(0, whole.size() / 2),
-                                     whole.substr(0, 12), damaged, std::string("{\"text\": \"plain\"}\n")}) {
+    for (const std::string& bytes :
+         {whole.substr(0, whole.size() - 1), whole.substr(0, whole.size() / 2), whole.substr(0, 12),
+          std::string(), damaged, std::string("{\"text\": \"plain\"}\n")}) {
       fs::remove_all(folder_ / "text");
       const fs::path path = folder_.write(std::string("text/") + name, bytes);
       for (const auto on : {CorpusOptions::OnBadLine::kStop, CorpusOptions::OnBadLine::kSkip}) {

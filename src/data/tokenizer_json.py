@@ -13,6 +13,8 @@ import re  # noqa: E402
 import struct  # noqa: E402
 
 HEAD = struct.Struct("<cQ")
+ANSWERS = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)  # where anything else prints
 
 
 def read(count):
@@ -23,8 +25,8 @@ def read(count):
 
 
 def answer(letter, data):
-    sys.stdout.buffer.write(HEAD.pack(letter, len(data)) + data)
-    sys.stdout.buffer.flush()
+    ANSWERS.write(HEAD.pack(letter, len(data)) + data)
+    ANSWERS.flush()
 
 
 class BadConversation(Exception):
@@ -87,7 +89,10 @@ class Text:
         size, = struct.unpack_from("<Q", data)
         chat = self.chat_of(os.fsdecode(data[8:8 + size]))
         request = json.loads(data[8 + size:].decode("utf-8"))
-        given = {"tools": request.get("tools"), **request.get("chat_template_kwargs", {})}
+        given = request.get("chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            raise BadConversation("\"chat_template_kwargs\" that are no object")
+        given = {"tools": request.get("tools"), **given}
 
         def tokens_of(messages, **more):
             import jinja2
@@ -100,6 +105,8 @@ class Text:
         if "messages" in request:
             messages = request["messages"]
             says = [message for message in messages if message["role"] == "assistant"]
+            if everything and any(message.get("weight", 1) != 1 for message in messages):
+                raise BadConversation("weights of messages, where all tokens are learnt (data.train_on = \"all\")")
             if everything:
                 ids = tokens_of(messages)["input_ids"]
                 mask = [1] * len(ids)
@@ -132,7 +139,7 @@ class Text:
             os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
             os.environ["TRANSFORMERS_VERBOSITY"] = "error"
             from transformers import AutoTokenizer
-            self.chat = AutoTokenizer.from_pretrained(folder)
+            self.chat = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             if not self.chat.chat_template:
                 self.chat = None
                 raise BadTemplate("no chat template")

@@ -230,6 +230,9 @@ class JsonTokenizer final : public Tokenizer {
 
   std::vector<float> encode_conversation(std::string_view record,
                                          std::vector<std::uint32_t>& tokens) const override {
+    if (file_.path().filename() != kFile)
+      refuse(where_, "another file's name", "a file called tokenizer.json, for records with messages",
+             "transformers applies the chat template with the tokenizer.json of the folder: name that one");
     std::string request;
     Helper::append_size(request, folder_.native().size());
     const std::string answer = ask('c', request.append(folder_.native()).append(record));
@@ -239,6 +242,11 @@ class JsonTokenizer final : public Tokenizer {
     std::memcpy(tokens.data(), answer.data(), tokens.size() * sizeof(std::uint32_t));
     std::memcpy(weights.data(), answer.data() + tokens.size() * sizeof(std::uint32_t),
                 weights.size() * sizeof(float));
+    for (const std::uint32_t token : tokens)
+      if (token >= vocabulary_)
+        refuse(where_, fmt::format("token {} of a conversation", token),
+               fmt::format("tokens below {}, the vocabulary of tokenizer.json", vocabulary_),
+               "Save the tokenizer again (save_pretrained), so that its added tokens are in tokenizer.json");
     return weights;
   }
 

@@ -347,7 +347,7 @@ std::optional<Resumed> resume_run(const Task& task, Group& group) {
   same("train.dtype", now.dtype, then.dtype);
   same("data.tokenizer", now.tokenizer, then.tokenizer);
   const std::map<std::string, std::string> before{
-      {"data.packing", "split"}};  // of checkpoints without the key
+      {"data.packing", "split"}, {"data.train_on", "assistant"}};  // of checkpoints without the key
   for (const auto& [key, value] : now.order)
     same(key, value,
          then.order.contains(key) ? then.order.at(key)

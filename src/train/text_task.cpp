@@ -775,7 +775,7 @@ class TextTask : public Task {
             .validation_documents = static_cast<std::int64_t>(corpus_.split.validation.size()),
             .num_tokens = corpus_.tokens->num_tokens(),
             .tokenizer = corpus_.tokens->tokenizer_name(),
-            .order = {{"data.packing", c.data.packing}}};
+            .order = {{"data.packing", c.data.packing}, {"data.train_on", c.data.train_on}}};
   }
 
   double step_flops(const BatchLoader& loader, LoaderPosition position) const override {

@@ -73,8 +73,9 @@ TEST_F(TermsVerified, UnderOtherMeansAndWithBlocksComputedAgain) {
 // ---- planted ----
 
 // Every rank along tp spreads the smoothed part over its own columns of the vocabulary, as if these were all.
+// Under bf16 a step refuses such a loss: its gradient begins in 16 bits.
 TEST_F(TermsVerified, SmoothingOverTheLocalColumnsIsSeen) {
-  for (const std::string& dtype : {"float32", "bfloat16"}) {
+  for (const std::string& dtype : {"float32", "float64"}) {
     RunConfig config = with_terms(dtype);
     config.parallel.tp = 2;
     const Verdict verdict = verify_on(2, config, {}, [](VerifyProblem& problem, World&) {
@@ -96,9 +97,10 @@ TEST_F(TermsVerified, SmoothingOverTheLocalColumnsIsSeen) {
   }
 }
 
-// One rank of three leaves the squared partition out of its loss.
+// One rank of three leaves the squared partition out of its loss. It calls the model a second time, which
+// ZeRO-3 refuses.
 TEST_F(TermsVerified, ATermThatOneRankLeavesOutIsSeen) {
-  for (const char* strategy : {"bucketed", "zero3"}) {
+  for (const char* strategy : {"bucketed", "zero2"}) {
     RunConfig config = with_terms();
     config.parallel.strategy = strategy;
     const Verdict verdict = verify_on(3, config, {}, [](VerifyProblem& problem, World& world) {
