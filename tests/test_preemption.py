@@ -329,7 +329,7 @@ def test_the_best_by_validation_loss_are_kept_and_named(shm):
     for path in shm.checkpoints():
         step = int(path.name[5:])
         assert json.loads((path / "state.json").read_text())["validation_loss"] == losses[step]
-    texts = [isograd("sample", folder, "--tokens", 8, status=0).stdout for folder in
+    texts = [isograd("sample", folder, "--tokens", 80, status=0).stdout for folder in
              (shm.folder / "run/best", shm.folder / f"run/checkpoints/step-{best[0]:08}", shm.folder / "run")]
     assert texts[0] == texts[1] != texts[2]
     said = "".join(shm.run(**{**changes, "checkpoint__resume": "best", "train__steps": best[0] + 1}))
