@@ -179,7 +179,7 @@ def test_after_a_failure_other_batches_are_tried(cases):
         assert not found["passed"] and found["said"] == ["mean_of_micro_batch_means"]
         assert found["notes"] == ["with one micro-batch a rank: FAIL mean_of_rank_means",
                                   "with the same sample on every rank: PASS",
-                                  "with the last rank emptied: FAIL undecided"]  # a mean over no row has no gradient
+                                  "with the last rank emptied: FAIL scaled_by_factor"]  # a mean over no row has no gradient
 
 
 def test_an_experiment_that_cannot_be_made_leaves_the_verdict(cases):
@@ -216,7 +216,7 @@ def test_threads_that_get_no_processor_are_given_back(cases):
 def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
     for rank in cases[0]:
         assert rank["without_shares"]["right"]["passed"]
-        assert not rank["without_shares"]["mean"]["passed"] and rank["without_shares"]["mean"]["said"] == ["unknown"]
+        assert not rank["without_shares"]["mean"]["passed"] and rank["without_shares"]["mean"]["said"] == ["samples_weighted_differently"]
 
 
 @pytest.mark.parametrize("name, parts", {
@@ -725,7 +725,7 @@ WHOLE = {
     "grouped_right": [], "grouped_by_rank": ["samples_weighted_differently"], "grouped_by_rank_summed": ["samples_weighted_differently"],
     "grouped_by_members_on_the_rank": ["loss_over_own_samples"], "grouped_own_tokens": ["mean_of_rank_means"],
     "decorrelated_right": [], "decorrelated_by_rank": ["loss_over_own_samples"],
-    "separable_right": [], "separable_one_rank": ["unknown"],
+    "separable_right": [], "separable_one_rank": ["samples_weighted_differently"],
     "distilled_right": [], "distilled_each_rank_alone": ["mean_of_rank_means"],
     "mined_right": [], "mined_each_rank_alone": ["mean_of_rank_means"],
     "normalised_right": [], "normalised_each_rank_alone": ["mean_of_rank_means"],

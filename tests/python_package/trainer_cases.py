@@ -123,7 +123,7 @@ def a_tuple_and_a_tensor():
 
 
 def micro_batches_twice():
-    with isograd.watch(nn.Linear(2, 1), None, micro_batches=[[torch.ones(2)]], loss=None) as step:
+    with isograd.watch(nn.Linear(2, 1), None, micro_batches=[[torch.ones(2)]], loss=lambda model, sample: model(sample)) as step:
         step.add([torch.ones(2)])
 
 
