@@ -174,6 +174,7 @@ std::vector<ParameterGroup> parameter_groups_of(const RunConfig& config, const s
       "\"PATTERN: rate=FACTOR weight_decay=NUMBER\", as in \"*embed_tokens*: rate=0.1\"",
       [&](const std::string& pattern, std::string rest, const RefuseGroup& refuse_if) {
         std::ranges::replace(rest, ',', ' ');
+        rest = stripped(rest);
         std::map<std::string, double> settings;
         for (std::size_t end = 0; !rest.empty(); rest = stripped(rest.substr(end))) {
           end = std::min(rest.find_first_of(" \t"), rest.size());

@@ -511,7 +511,7 @@ TEST(ClipConfig, PatternsAndLimitsAreRead) {
 }
 
 TEST(ClipConfig, WhatIsNoGroupIsRefused) {
-  for (const auto& [text, said] : {std::pair("*.mlp.*", "names no limit"),
+  for (const auto& [text, said] : {std::pair("*.mlp.*", "has no colon"),
                                    {": 1", "names no parameter"},
                                    {"a: 0", "no number above 0"},
                                    {"a: -1", "no number above 0"},
