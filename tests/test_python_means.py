@@ -45,6 +45,7 @@ def test_rows_that_are_gathered_pass_their_gradient_on(warm):
             assert rank["rows"] and rank["error"] <= 1e-14 and rank["without_gradient"] > 1e-2
     for rank in found["bad"]:
         assert "found a list; expected a tensor of rows" in rank["list"] and "torch.stack(features)" in rank["list"]
+        assert "once_differentiable" in rank["twice"], rank["twice"]
         assert rank["no_rows"].startswith("ConfigError isograd.all_gather_rows: found a tensor [] of torch.float32; expected rows [n, ...]")
         for name in ("other_width", "other_type"):
             assert "where rank 1 has rows of another kind than rank 0" in rank[name] and "reshape(n, -1)" in rank[name], rank

@@ -7,6 +7,7 @@ from typing import Any, Callable, Sequence, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,17 +67,19 @@ def all_reduce_gradients(parameters: Parameters, group: Group = None) -> None:
 
 
 def all_gather_rows(rows: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """The rows of all ranks of `group` in the order of ranks, with their gradient: for a loss that compares samples of all ranks.
+    """The rows of all ranks of `group` in their order there, with their gradient: for a loss that compares samples of all ranks.
 
-    rows: [n, ...] of each rank, each with its own n, 0 included -> [sum of n, ...], on the device of `rows`.
+    rows: [n, ...] of each rank, each with its own n, 0 included -> [sum of n, ...], on the device of `rows`. Ranks along the last axis of
+    a mesh are neighbours.
 
     Backward gives each rank the sum over the ranks of their gradients of its rows. The whole loss, differentiated on every
     rank and averaged by DDP, then has the gradient of one process. Collective, in forward and in backward: all ranks
-    differentiate what they gather. ConfigError, on every rank: a tensor without dimensions, or other dimensions behind the first.
+    differentiate what they gather, once: a second derivative is a RuntimeError. ConfigError, on every rank: a tensor without
+    dimensions, or other dimensions behind the first.
     """
     if not isinstance(rows, torch.Tensor):
         refuse("isograd.all_gather_rows", f"a {type(rows).__name__}", "a tensor of rows [n, ...]", "Give torch.stack(features) of a list")
-    for each in groups_of(group):
+    for each in reversed(groups_of(group)):  # the last axis first: its ranks are neighbours
         rows = _GatheredRows.apply(rows, each)
     return rows
 
@@ -100,6 +103,7 @@ class _GatheredRows(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(parts, counts)]).to(rows.device)
 
     @staticmethod
+    @once_differentiable  # the exchange in it passes no gradient on
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient, = gradients
         total = gradient.to(device_of(ctx.group), copy=True).contiguous()

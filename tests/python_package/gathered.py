@@ -1,5 +1,5 @@
 """Rows of all ranks, of which each has another number, in a loss that compares every row with every other: the gradient against one
-process, of a plain all_gather too; and what is refused. One argument each: a number of ranks."""
+process, of a plain all_gather and over a mesh of two axes too; and what is refused. One argument each: a number of ranks."""
 import json
 import sys
 import warnings
@@ -7,10 +7,11 @@ import warnings
 import torch
 import torch.distributed as dist
 from ranks import on_ranks, results_of
+from torch.distributed.device_mesh import init_device_mesh
 
 import isograd
 
-COUNTS = [4, 0, 3, 1]  # rows of each rank
+COUNTS = [0, 4, 3, 1]  # rows of each rank
 WIDE = [3, 5]  # what a row is
 
 
@@ -43,12 +44,24 @@ def gradients(rank, size):
         warnings.simplefilter("error")
         found_rows, found = of(rows[rank], isograd.all_gather_rows, size)
     _, detached = of(rows[rank], without_gradient, size)
+    if size == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        mesh_rows, mesh_found = of(rows[rank], lambda rows: isograd.all_gather_rows(rows, mesh), size)
+        assert torch.equal(mesh_rows, wanted_rows), "rows in another order than that of ranks"
+        assert (mesh_found - wanted).norm() <= 1e-14 * wanted.norm()
     return {"rows": torch.equal(found_rows, wanted_rows), "error": float((found - wanted).norm() / wanted.norm()),
             "without_gradient": float((detached - wanted).norm() / wanted.norm())}
 
 
+def differentiated_twice(rank):
+    rows = torch.ones(2, 3, requires_grad=True)
+    first, = torch.autograd.grad(isograd.all_gather_rows(rows).square().sum(), [rows], create_graph=True)
+    first.sum().backward()
+
+
 BAD = {"other_width": lambda rank: isograd.all_gather_rows(torch.zeros(2, 3 + rank)),
        "list": lambda rank: isograd.all_gather_rows([torch.zeros(3)]),
+       "twice": differentiated_twice,
        "no_rows": lambda rank: isograd.all_gather_rows(torch.zeros(())),
        "other_type": lambda rank: isograd.all_gather_rows(torch.zeros(2, 3, dtype=[torch.float32, torch.float64][rank % 2]))}
 
