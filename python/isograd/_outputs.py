@@ -15,9 +15,9 @@ from torch import nn
 from . import _random
 from ._hypotheses import dot, EXACT, FACTOR, Trials
 from ._ranks import plain, plain_name
-from ._recording import Finding
+from ._recording import Finding, replace
 from ._reference import _CutAtFeatures, _losses, Features, Gradients, norm_of, Term
-from ._torch_names import in_backward, writes_to
+from ._torch_names import in_backward, RUNS_BACKWARD, writes_to
 
 LARGEST = 1 << 28  # bytes of a rank's outputs and their gradients; of more nothing is kept
 MOST_ROWS = 8192  # of run and reference together
@@ -46,7 +46,8 @@ def _allowed(unit: float) -> Allowed:
 @dataclasses.dataclass
 class Output:
     """A tensor that a forward gave, or features=. call: the number of the forward. place: that of the sample whose loss it is for. live: with
-    its graph. inner: another forward for the sample was given it, or what is made of it."""
+    its graph. inner: another forward for the sample was given it, or what is made of it. checksum: of the value when it was given. unclear:
+    the gradient is not that of one backward into `.grad`."""
 
     module: str
     path: str
@@ -54,10 +55,13 @@ class Output:
     place: int
     value: torch.Tensor
     version: int
+    checksum: torch.Tensor
     live: torch.Tensor | None
     term: int = 0
     inner: bool = False
     gradient: torch.Tensor | None = None
+    unclear: bool = False
+    hook: Any = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -76,18 +80,26 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(getattr(value, field.name), f"{path}[{field.name!r}]")
 
 
+def _checksum(value: torch.Tensor) -> torch.Tensor:
+    """[] int64, of the bits; on the device of the value, so that nothing waits for it. A kernel, and what goes through `.data`, may write
+    to a tensor without a trace."""
+    return value.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize]).sum()
+
+
 class Outputs:
     """Keeps references to what outermost forwards give, and to the gradients that arrive there. No copies, no communication."""
 
     def __init__(self, most: int = LARGEST, live: bool = False) -> None:
         self.kept: list[Output] = []
         self.place, self._calls = -1, 0
-        self._left, self._live, self._whole, self._inside = most, live, True, list[nn.Module]()
+        self.whole = True  # nothing is missing
+        self._left, self._live, self._asked, self._inside = most, live, False, list[nn.Module]()
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         names = dict.fromkeys(model.modules(), "") | {module: plain_name(name) for name, module in plain(model).named_modules()}
         with contextlib.ExitStack() as undo:
+            replace(undo, torch.autograd, RUNS_BACKWARD, self._backward)
             for module, name in names.items():
                 undo.callback(module.register_forward_pre_hook(self._begins, prepend=True).remove)
                 undo.callback(module.register_forward_hook(functools.partial(self._ended, name), always_call=True).remove)
@@ -103,32 +115,63 @@ class Outputs:
             self._inside.clear()
             self.keep(name, found)
 
+    def _backward(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """One that does not add to `.grad` (torch.autograd.grad, for a penalty or an adversary) is no part of the gradient, or a part of it
+        that is not known here."""
+        before, self._asked = self._asked, self._asked or not named.get("accumulate_grad", True)
+        try:
+            return original(*arguments, **named)
+        finally:
+            self._asked = before
+
     def keep(self, name: str, found: Any) -> None:
+        """Never raises: it runs in the step of the user, whose forward may give anything."""
+        try:
+            self._keep(name, found)
+        except Exception:
+            self.whole = False
+        if not self.whole:
+            self.drop()
+
+    def _keep(self, name: str, found: Any) -> None:
         some = [(path, one) for path, one in _tensors(found) if one.requires_grad and one.numel()]
         if any(one.dim() for _, one in some):  # a number next to other outputs is a loss or a scale
             some = [(path, one) for path, one in some if one.dim()]
         self._calls += 1
         for path, one in some:
             self._left -= 2 * one.nbytes
-            self._whole = self._whole and self._left >= 0 and type(one) is torch.Tensor
-            if not self._whole:
-                self.kept.clear()
+            self.whole = self.whole and self._left >= 0 and type(one) is torch.Tensor
+            if not self.whole:
                 return
-            output = Output(name, path, self._calls, self.place, one.detach(), writes_to(one), one if self._live else None)
-            one.register_hook(functools.partial(_arrives, output))
+            value = one.detach()
+            output = Output(name, path, self._calls, self.place, value, writes_to(one), _checksum(value), one if self._live else None)
+            output.hook = one.register_hook(functools.partial(self._arrives, output))
             self.kept.append(output)
 
+    def _arrives(self, output: Output, gradient: torch.Tensor) -> None:
+        output.unclear = output.unclear or self._asked or output.gradient is not None  # it is called once in a backward
+        output.gradient = gradient.detach()
+
+    def drop(self) -> None:
+        """Lets go of tensors, and takes the hooks off them."""
+        for one in self.kept:
+            one.hook.remove()
+        self.kept.clear()
+
     def sent(self) -> Sent | None:
-        """On the CPU; None where something is missing, or was changed in place."""
-        if not self._whole or any(writes_to(one.value) != one.version for one in self.kept):
-            return None
-        return [(one.module, one.path, one.value.cpu(), (torch.zeros_like(one.value) if one.gradient is None else one.gradient).cpu())
-                for one in self.kept]
+        """On the CPU; None where something is missing, was changed in place, or has a gradient that is not clear. Never raises."""
+        with contextlib.suppress(Exception):  # such as no memory
+            if self.whole and not any(one.unclear or writes_to(one.value) != one.version or bool(_checksum(one.value) != one.checksum)
+                                      for one in self.kept):
+                return [(one.module, one.path, one.value.cpu(), torch.zeros_like(one.value, device="cpu") if one.gradient is None else
+                         one.gradient.cpu()) for one in self.kept]
+        return None
 
 
-def _arrives(output: Output, gradient: torch.Tensor) -> None:
-    gradient = gradient.detach()
-    output.gradient = gradient if output.gradient is None else output.gradient + gradient
+def size_of_sent(sent: Sent) -> tuple[int, int]:
+    """Rows (of a vector one) and bytes."""
+    return (sum(value.numel() // (value.shape[-1] if value.dim() else 1) for *_, value, _ in sent),
+            sum(value.nbytes + gradient.nbytes for *_, value, gradient in sent))
 
 
 def _instead(gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -136,8 +179,9 @@ def _instead(gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 
 # The outputs for the declared loss, and what the model makes of a gradient that arrives at them.
-def _forwards(trials: Trials, model: nn.Module) -> Iterator[tuple[int, float, list[Output], torch.Tensor]]:
-    """Of each term and sample, one after the other: the term's number, the count, the outputs with their graph, and what is differentiated."""
+def _forwards(trials: Trials, model: nn.Module) -> Iterator[tuple[int, float, list[Output], torch.Tensor | None]]:
+    """Of each term and sample, one after the other: the term's number, the count, the outputs with their graph, and what is differentiated, None
+    where nothing is, as in one_process."""
     dtype = next(model.parameters()).dtype
     for number, term in enumerate(trials.terms):
         outputs = Outputs(1 << 30, live=True)
@@ -157,8 +201,10 @@ def _forwards(trials: Trials, model: nn.Module) -> Iterator[tuple[int, float, li
             _random.seed(0)
             with outputs.of(model):
                 loss, count = _losses(model, term, entry, dtype, None, None)
-            if count and loss.requires_grad:
-                yield number, count, outputs.kept, loss / count if term.mean == "sample" else loss
+            if not outputs.whole:
+                raise MemoryError("outputs of the declared loss that are not kept")
+            counts = count or term.mean == "weighted" and loss.requires_grad
+            yield number, count, outputs.kept, (loss / count if term.mean == "sample" else loss) if counts else None
 
 
 def _reaches(outputs: Sequence[Output], one: Output) -> bool:
@@ -177,7 +223,8 @@ def _declared(trials: Trials) -> list[Output]:
             one.inner = _reaches(outputs, one)
         for one in outputs:
             one.gradient = None  # of what was asked just now
-        loss.backward()
+        if loss is not None:
+            loss.backward()
         for one in outputs:
             one.live = None
         by_term.setdefault(number, []).extend(outputs)
@@ -186,7 +233,8 @@ def _declared(trials: Trials) -> list[Output]:
     found = []
     for number, outputs in by_term.items():
         term, own = trials.terms[number], counts[number]
-        divisor = 1.0 if term.whole else {"token": sum(own), "weighted": sum(own), "sample": len(own)}.get(str(term.mean)) or float(term.mean)
+        by_count = {"token": sum(own), "weighted": sum(own), "sample": sum(count > 0 for count in own)}
+        divisor = 1.0 if term.whole else by_count.get(str(term.mean)) or float(term.mean)
         for one in outputs:
             one.term = number
             one.gradient = torch.zeros_like(one.value) if one.gradient is None else one.gradient * (term.weight / divisor)
@@ -415,6 +463,10 @@ class Located:
         rows = [self._row(rows, group) for rows, both in zip(self.rows, self.both) for group in (both & (
             (rows.right.norm(dim=1) > CLEAR * self.largest) | (rows.found.norm(dim=1) > CLEAR * self.largest_found))).nonzero().flatten().tolist()]
         inner, rows = [row for row in rows if row.inner], [row for row in rows if not row.inner]
+        # Rows that are equal, as first ones often are, have the gradients of all of them.
+        uncounted = [row.where for row in rows if not row.declared]
+        if uncounted and all(row.members > 1 for row in rows if row.other) and self.pulled[1] is not None:
+            return {"id": "other_targets", "sentence": f"a gradient arrives at {len(uncounted)} rows of outputs at which the declared loss has none: {_few(uncounted)}"}
         if not rows or any(row.other for row in rows):
             return self._of_other(rows) if rows else None
         times = sum(float(row.found @ row.right) for row in rows) / max(sum(float(row.right.square().sum()) for row in rows), 1e-300)
@@ -561,9 +613,6 @@ class Located:
         _, made = self.pulled
         if made is None:
             return None
-        uncounted = [row.where for row in rows if not row.declared]
-        if uncounted:
-            return {"id": "other_targets", "sentence": f"a gradient arrives at {len(uncounted)} rows of outputs at which the declared loss has none: {_few(uncounted)}"}
         if min(row.value.numel() for row in rows) == 1:
             return {"id": "other_loss", "change": self._declared_loss(set().union(*(row.terms for row in rows))), "sentence": "all rows of outputs that the declared loss is "
                     f"made of are there, and the gradient that arrives at them is another one: {_few([f'at {row.where} {row.times * made:.4g} times' for row in rows])}"}

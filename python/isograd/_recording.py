@@ -215,15 +215,15 @@ class Recording:
     def attached(self) -> Iterator[None]:
         """Records PyTorch's and isograd's clipping, the optimizers and the model's forward meanwhile."""
         with contextlib.ExitStack() as undo:
-            _replace(undo, clips, CLIPS_BY_NORM, self._norm_clip)
-            _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._norm_clip)
-            _replace(undo, clips, GROUPS_OF_VALUE_CLIP, self._value_clip)
-            _replace(undo, torch.amp.GradScaler, "step", self._scaler_step)
+            replace(undo, clips, CLIPS_BY_NORM, self._norm_clip)
+            replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._norm_clip)
+            replace(undo, clips, GROUPS_OF_VALUE_CLIP, self._value_clip)
+            replace(undo, torch.amp.GradScaler, "step", self._scaler_step)
             for owner in (Optimizer, nn.Module):
-                _replace(undo, owner, "zero_grad", self._zero_grad)
-            _replace(undo, torch.utils.checkpoint, "check_backward_validity", self._checkpoint)
+                replace(undo, owner, "zero_grad", self._zero_grad)
+            replace(undo, torch.utils.checkpoint, "check_backward_validity", self._checkpoint)
             for name in ("all_gather", "all_gather_into_tensor"):
-                _replace(undo, torch.distributed, name, self._gather)
+                replace(undo, torch.distributed, name, self._gather)
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
             for name, module in plain(self.model).named_modules():  # of all: a trainer may turn autocast on inside the model's forward
@@ -262,7 +262,7 @@ class Recording:
 
     def _value_clip(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """clip_grad_value_ calls this first, under whatever name a trainer has imported it."""
-        frame = sys._getframe(2)  # frame 1 is that of _replace
+        frame = sys._getframe(2)  # frame 1 is that of replace
         if frame.f_code.co_name == "clip_grad_value_":
             self.take()
             self.max_value = float(frame.f_locals["clip_value"])
@@ -335,7 +335,8 @@ class Recording:
         return "masters" if masters else "unheld"
 
 
-def _replace(undo: contextlib.ExitStack, module: Any, name: str, by: Callable[..., Any]) -> None:
+def replace(undo: contextlib.ExitStack, module: Any, name: str, by: Callable[..., Any]) -> None:
+    """Calls by(what was there, *arguments) in place of a function until `undo` ends."""
     original = getattr(module, name)
     setattr(module, name, lambda *arguments, **named: by(original, *arguments, **named))
     undo.callback(setattr, module, name, original)

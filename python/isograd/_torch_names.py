@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # torch.nn.utils.clip_grad calls these two functions; a recording replaces them, to see each clip.
 CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP = "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype"
+RUNS_BACKWARD = "_engine_run_backward"  # by which torch.autograd makes every backward
 COMPILED = "_orig_mod"  # of torch.compile's wrapper: the module
 CHECKPOINTED = "_checkpoint_wrapped_module"  # of checkpoint_wrapper's
 FSDP1 = "_fsdp_wrapped_module"  # of FullyShardedDataParallel's
@@ -184,6 +185,7 @@ def names() -> dict[str, bool]:
         "batchnorm._BatchNorm": hasattr(nn.modules.batchnorm, "_BatchNorm"),
         f"clip_grad.{CLIPS_BY_NORM}": _uses(clips.clip_grad_norm_.__wrapped__, CLIPS_BY_NORM),
         f"clip_grad.{GROUPS_OF_VALUE_CLIP}": _uses(clips.clip_grad_value_.__wrapped__, GROUPS_OF_VALUE_CLIP),
+        f"torch.autograd.{RUNS_BACKWARD}": _uses(torch.autograd.grad, RUNS_BACKWARD),
         f"OptimizedModule.{COMPILED}": of_compile.exists() and f'"{COMPILED}"' in of_compile.read_text(),
         f"CheckpointWrapper.{CHECKPOINTED}": checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE == CHECKPOINTED,
     }

@@ -29,7 +29,7 @@ from ._changes import known_changes
 from ._engines import can_repeat, engine_of, GradientOf
 from ._hypotheses import GATHER, dot, Trials
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
-from ._outputs import locate, Outputs, Sent
+from ._outputs import locate, MOST_ROWS, Outputs, Sent, size_of_sent
 from ._ranks import (all_sum, assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      plain, plain_name, ranks, refuse, spread, summed, trained, whole)
 from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
@@ -238,7 +238,8 @@ class watch:
         if self._added is None:
             self._samples = self._gathered_samples()
         self._hooks.enter_context(self.recording.attached())
-        self._hooks.enter_context(self._outputs.of(self.model))
+        if self.compares:
+            self._hooks.enter_context(self._outputs.of(self.model))
         return self
 
     def _prepared(self) -> tuple[str, dict[str, tuple[int, ...]], int, tuple[str, int], dict[str, bool]]:
@@ -338,6 +339,12 @@ class watch:
 
     # The end.
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._ended(error)
+        finally:
+            self._outputs.drop()
+
+    def _ended(self, error: BaseException | None) -> None:
         self._hooks.close()
         if error is not None:
             self._tell(_for_others(self.rank, error))
@@ -466,11 +473,20 @@ class watch:
         return Verdict(**answer)
 
     def _everyones_outputs(self) -> list[Sent | None]:
-        """By rank, on rank 0, which asks the others for them: they wait for its verdict. Collective."""
+        """By rank, on rank 0, which asks the others for them: they wait for its verdict. None where a rank has none or they are too many.
+        Collective."""
+        own = self._outputs.sent()
         if self.rank == 0 and (store := self._store()):
             store.set(self._key, json.dumps(OUTPUTS))
         self._key += "/after"
-        return gather_objects(self._outputs.sent(), to=0)
+        # All ranks have these numbers, and decide alike.
+        sizes = gather_objects((_reference.available(), None if own is None else size_of_sent(own)))
+        known = [size for _, size in sizes if size is not None]
+        needed = 2 * self.size * max((held for _, held in known), default=0)  # as they arrive, and as tensors
+        free = sizes[0][0]
+        if len(known) < self.size or sum(rows for rows, _ in known) > MOST_ROWS or free is not None and needed > free:
+            return [None] * self.size
+        return gather_objects(own, to=0)
 
     # Rank 0 alone.
     def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, everyone: list[Any],

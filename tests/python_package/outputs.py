@@ -54,15 +54,17 @@ def in_rows(model, micro, **more):
     return model(tokens, **more)["logits"].flatten(0, 1), labels.flatten()
 
 
-def watched(rank, size, of_rows, loss=losses, model=Net, before=lambda model: None, after=lambda model: None, dtype=torch.float64, **more):
-    """The step of the mean over all targets, in padded rows: of_rows(logits, labels, real rows) -> the sum of losses."""
+def watched(rank, size, of_rows, loss=losses, model=Net, before=lambda model: None, after=lambda model: None, dtype=torch.float64, mean="token",
+            count_of=lambda sample: len(sample[0]), spoil=lambda step: None, **more):
+    """The step of the mean over all targets, in padded rows: of_rows(logits, labels, real rows) -> the sum of losses. spoil(step): what a rank
+    does to the recording."""
     torch.manual_seed(0)
     model = DistributedDataParallel(model().to(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = samples(rank, size)
-    with isograd.watch(model, optimizer, micro_batches=batches, loss=loss) as step:
+    with isograd.watch(model, optimizer, micro_batches=batches, loss=loss, mean=mean) as step:
         before(model.module)
-        count = torch.tensor(sum(len(sample[0]) for micro in batches for sample in micro))
+        count = torch.tensor(sum(count_of(sample) for micro in batches for sample in micro))
         dist.all_reduce(count)
         made = [micro for micro in batches if micro] or [[(torch.tensor([1]), torch.tensor([-1]))]]
         for i, micro in enumerate(made):
@@ -72,6 +74,8 @@ def watched(rank, size, of_rows, loss=losses, model=Net, before=lambda model: No
                 (total * size / count).backward()
         after(model.module)
         optimizer.step()
+        spoil(step)
+    assert not logits._backward_hooks and not step._outputs.kept, "outputs are held after the step"
     return step.verdict
 
 
@@ -112,22 +116,86 @@ def other_forward(rank, size, wrong):
     return watched(rank, size, right, shift=0.01 * wrong)
 
 
-def rounded_weights(rank, size, wrong):
+def rounds(wrong, then=lambda model: None):
     """A hook of one parameter rounds its gradient."""
     def before(model):
         if wrong:
             model.middle.weight.register_hook(lambda gradient: (gradient * 1e4).round() / 1e4)
+        then(model)
 
-    return watched(rank, size, right, before=before)
+    return before
+
+
+def rounded_weights(rank, size, wrong):
+    return watched(rank, size, right, before=rounds(wrong))
 
 
 def both(rank, size, wrong):
     """The loss and the backward are wrong: of the latter nothing is said."""
-    def before(model):
-        if wrong:
-            model.middle.weight.register_hook(lambda gradient: (gradient * 1e4).round() / 1e4)
+    return watched(rank, size, lambda logits, labels, real: right(logits * (2 if wrong else 1), labels, real), before=rounds(wrong))
 
-    return watched(rank, size, lambda logits, labels, real: right(logits * (2 if wrong else 1), labels, real), before=before)
+
+def asked(rank, size, wrong):
+    """A gradient is asked for of outputs that no sample has, and is no part of the step's."""
+    def ask(model):
+        torch.autograd.grad(model(torch.tensor([3, 2, 1]))["logits"].sum(), [model.head.weight])
+
+    return watched(rank, size, right, before=rounds(wrong, ask))
+
+
+def asked_and_differentiated(rank, size, wrong):
+    """A gradient is asked for of the outputs that are differentiated after that."""
+    held = []
+
+    def of_rows(logits, labels, real):
+        torch.autograd.grad(logits.square().sum(), [held[0].head.weight], retain_graph=True)
+        return right(logits, labels, real)
+
+    return watched(rank, size, of_rows, before=rounds(wrong, held.append))
+
+
+def holding_themselves(rank, size, wrong):
+    """Outputs in a container that is in itself: nothing is said of them, and the step is made."""
+    class Cyclic(Net):
+        def forward(self, tokens):
+            found = super().forward(tokens)
+            found["itself"] = found
+            return found
+
+    return watched(rank, size, right, model=Cyclic, before=rounds(wrong))
+
+
+def not_sent(rank, size, wrong):
+    """A rank fails when it is asked for its outputs: no rank waits for it."""
+    def spoil(step):
+        if rank == 1:
+            step._outputs.kept[0].value = None
+
+    return watched(rank, size, right, before=rounds(wrong), spoil=spoil)
+
+
+def is_unused(sample):
+    return len(sample[0]) == 6  # a micro-batch of rank 0
+
+
+def without_targets(rank, size, wrong):
+    """All targets of a sample are left out of the loss and of the count, and it is trained toward others."""
+    def used(model, sample):
+        return losses(model, sample)[:0 if is_unused(sample) else None]
+
+    def of_rows(logits, labels, real):
+        return right(logits, labels.roll(1), real) * wrong if len(labels) == 6 else right(logits, labels, real)
+
+    return watched(rank, size, of_rows, loss=used, count_of=lambda sample: 0 if is_unused(sample) else len(sample[0]))
+
+
+def of_weight_0(rank, size, wrong):
+    """A sample has losses and no weight."""
+    def weight(sample):
+        return 0 if is_unused(sample) else len(sample[0])
+
+    return watched(rank, size, right, loss=lambda model, sample: (losses(model, sample).sum(), weight(sample)), mean="weighted", count_of=weight,
+                   before=rounds(wrong))
 
 
 def weights_undone(rank, size, wrong):
@@ -166,6 +234,15 @@ def in_place(rank, size, wrong):
     """Logits are changed in place after the forward: nothing is said of them."""
     def of_rows(logits, labels, real):
         logits.mul_(2 if wrong else 1)
+        return right(logits, labels, real)
+
+    return watched(rank, size, of_rows)
+
+
+def unseen(rank, size, wrong):
+    """Logits are changed through `.data`, which leaves no trace."""
+    def of_rows(logits, labels, real):
+        logits.data.mul_(2 if wrong else 1)
         return right(logits, labels, real)
 
     return watched(rank, size, of_rows)
@@ -266,6 +343,13 @@ CASES = {
     "scaled_by_factor in the loss": factor(23.0, 1.0),
     "scaled_by_factor after it": factor(1024.0, 1 / 1000.0),
     "undecided where outputs were changed in place": in_place,
+    "undecided where outputs were changed unseen": unseen,
+    "other_targets of a sample without them": without_targets,
+    "other_backward of a sample of weight 0": of_weight_0,
+    "unknown where a gradient is asked for": asked,
+    "unknown where it is asked for first": asked_and_differentiated,
+    "unknown where outputs hold themselves": holding_themselves,
+    "unknown where a rank does not send": not_sent,
 }
 
 
