@@ -28,6 +28,7 @@ def test_the_mistake_is_named_and_the_step_without_it_passes(outputs, name):
     "other_loss of a parameter in it": ["those of scale, which the loss takes by itself, are not"],
     "other_targets of neighbours": ["is trained toward", "and by `loss` toward"],
     "other_targets of a sample without them": ["at which the declared loss has none: row 1 of sample 0 of micro-batch 1 on rank 0"],
+    "other_backward of ranks with the same samples": ["arrives at each, 23 times"],
     "extra_rows_counted": ["rows of outputs that no sample has", "`losses[real].sum()`"],
     "other_outputs": ["nowhere in the step", "the nearest one there is off by"],
     "missing_data_part": ["such as row 0 of sample 0 of micro-batch 0 on rank 0"],

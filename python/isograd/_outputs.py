@@ -431,10 +431,12 @@ def _label(value: torch.Tensor, gradient: torch.Tensor, alike: float) -> Label |
 
 
 class Located:
-    """The step by its outputs. sent: by rank. averages: the engine divides the sum over ranks by their number."""
+    """The step by its outputs. sent: by rank. averages: the engine divides the sum over ranks by their number. loss_scale: what losses were
+    multiplied by, and gradients divided by, against underflow."""
 
-    def __init__(self, trials: Trials, sent: Sequence[Sent], averages: bool) -> None:
-        self.trials, self.averages, self.ranks = trials, averages, len(sent)
+    def __init__(self, trials: Trials, sent: Sequence[Sent], averages: bool, loss_scale: float) -> None:
+        self.trials, self.averages, self.ranks = trials, averages, len(sent) // trials.peers
+        self.repeated = trials.peers * loss_scale  # times that the gradient of a loss is in the sum over ranks
         self.allowed, self.places = _allowed(trials.unit), [place for place, _ in trials.placed()]
         everything = [*enumerate(_declared(trials))]
         of_run = {(module, path) for some in sent for module, path, _, _ in some}
@@ -586,6 +588,7 @@ class Located:
     def _of_factor(self, number: int, arriving: float) -> Finding | None:
         """All gradients at outputs are one multiple of the declared ones."""
         names, made = self.pulled
+        arriving, made = arriving / self.repeated, None if made is None else made * self.repeated
         right = f"all {number} rows of outputs are those of the samples, and the gradient of the declared loss arrives at each, {arriving:.6g} times"
         if made is None:
             return {"id": "other_backward", "sentence": f"{right}; the parameters' gradient is not what the model makes of that"} if names and self.silent else None
@@ -654,11 +657,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def locate(trials: Trials, everyone: Sequence[Sent | None], averages: bool) -> Finding | None:
+def locate(trials: Trials, everyone: Sequence[Sent | None], averages: bool, loss_scale: float) -> Finding | None:
     """The finding that the outputs prove, if any. everyone: by rank."""
     sent = [some for some in everyone if some is not None]
     if len(sent) < len(everyone) or trials.unit > COARSEST:
         return None
     with contextlib.suppress(Exception):  # the user's loss is called as it was not written for
-        return Located(trials, sent, averages).finding()
+        return Located(trials, sent, averages, loss_scale).finding()
     return None

@@ -81,6 +81,7 @@ class Recording:
         self.modes: dict[str, bool] = {}  # of those that ran to be differentiated, whether they were in training mode
         self.earlier: dict[str, torch.Tensor] = {}  # the gradient when the first of them ran; empty: none, or zeros
         self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
+        self.loss_scale = 1.0  # GradScaler's, by which losses were multiplied
         self.nothing = False  # no parameter had a gradient where an engine that is known has one
         self.midway = False  # clipped more than once, with forwards in between, and no update
         self._forwards = self._clipped_at = 0
@@ -253,7 +254,7 @@ class Recording:
         return original(*arguments, **named)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-        before = scaler.get_scale()
+        before = self.loss_scale = scaler.get_scale()
         result = original(scaler, optimizer, *arguments, **named)
         found = infinities(scaler, optimizer) if scaler.is_enabled() else {}
         if any(float(each) > 0 for each in found.values()):

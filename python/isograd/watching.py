@@ -604,7 +604,7 @@ class watch:
         cause = cause or self._of_changes(verdict, everyone) or self._of_places(verdict, list(gradients), modules) or self._of_clips(verdict)
         if (cause is None and _vague(verdict)) or (cause or {}).get("id") == "undecided":
             with _reference.threads(self._threads):
-                cause = locate(trials, self._everyones_outputs(), averages) or cause
+                cause = locate(trials, self._everyones_outputs(), averages, self.recording.loss_scale) or cause
         if cause:
             findings.append(cause)
             if "change" in cause:

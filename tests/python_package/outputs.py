@@ -198,6 +198,23 @@ def of_weight_0(rank, size, wrong):
                    before=rounds(wrong))
 
 
+def of_peers(rank, size, wrong):
+    """All ranks have the same samples, so that nothing is summed, and a GradScaler multiplies the loss."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    own, batches = [dist.new_group([other]) for other in range(size)][rank], samples(0, size)
+    with isograd.watch(model, optimizer, micro_batches=batches, loss=losses, data=own) as step:
+        rounds(wrong)(model)
+        for micro in batches:
+            logits, labels = in_rows(model, micro)
+            scaler.scale(right(logits, labels, labels >= 0) * 23 / 19).backward()
+        for p in model.parameters():
+            p.grad /= 23
+        scaler.step(optimizer)
+    return step.verdict
+
+
 def weights_undone(rank, size, wrong):
     """The losses of each rank are multiplied, and the gradients of its parameters divided, by its own number: of weights nothing is said."""
     def before(model):
@@ -342,6 +359,7 @@ CASES = {
     "unknown where the reduction undoes weights": weights_undone,
     "scaled_by_factor in the loss": factor(23.0, 1.0),
     "scaled_by_factor after it": factor(1024.0, 1 / 1000.0),
+    "other_backward of ranks with the same samples": of_peers,
     "undecided where outputs were changed in place": in_place,
     "undecided where outputs were changed unseen": unseen,
     "other_targets of a sample without them": without_targets,
