@@ -154,9 +154,10 @@ class SignalScope {
     }
     sigset_t held;  // by a caller, until somebody handles them
     sigemptyset(&held), sigaddset(&held, SIGUSR1), sigaddset(&held, SIGUSR2);
-    ::pthread_sigmask(SIG_UNBLOCK, &held, nullptr);
+    ::pthread_sigmask(SIG_UNBLOCK, &held, &mask_before_);
   }
   ~SignalScope() {
+    ::pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);  // first: one that comes now is held again
     for (std::size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
     wake_pipe = -1;
     for (const int end : pipe_) ::close(end);
@@ -178,6 +179,7 @@ class SignalScope {
  private:
   int pipe_[2] = {-1, -1};
   std::array<struct sigaction, kSignals.size()> before_{};
+  sigset_t mask_before_{};
 };
 
 // Forwards the output of rank processes line by line, with the rank as a prefix.
@@ -364,31 +366,34 @@ class Launch {
                           (WTERMSIG(status) == SIGTERM || WTERMSIG(status) == SIGKILL);
       const std::string ended = fmt::format("rank {} (pid {}) {}", rank, child.pid, how_it_ended(status));
       if (killed(status) && !child.ended_by_us) print(stderr, ended + "\n");
-      const bool again = WIFEXITED(status) && WEXITSTATUS(status) == kStatusAgain;
-      again_ |= again;
-      if (status == 0 || again || first_failure_ >= 0) continue;
-      first_failure_ = static_cast<int>(rank);
-      failed_at_ = Clock::now();
-      // Without this, ranks that wait for the failed rank to join would wait for their whole timeout.
+      if (status == 0 || child.ended_by_us || first_failure_ >= 0) continue;
+      if (WIFEXITED(status) && WEXITSTATUS(status) == kStatusAgain)
+        again_ = true;
+      else
+        first_failure_ = static_cast<int>(rank);
+      if (!first_ended_.empty()) continue;
+      first_ended_ = fmt::format("rank {} {}", rank, again_ ? how_it_ended(status) : "failed");
+      ended_at_ = Clock::now();
+      // Without this, ranks that wait for that rank to join would wait for their whole timeout.
       store_->set(kLaunchFailed, ended);
     }
   }
 
-  // After a failure: `grace` to end by themselves, then SIGTERM, then SIGKILL. A stopped rank cannot end by
-  // itself.
+  // After a failure or kStatusAgain: `grace` to end by themselves, then SIGTERM, then SIGKILL. A stopped rank
+  // cannot end by itself.
   void end_the_others() {
-    if (first_failure_ < 0 || !running()) return;
+    if (first_ended_.empty() || !running()) return;
     for (std::size_t rank = 0; rank < children_.size(); ++rank) {
       Child& child = children_[rank];
       if (!child.running || !child.stopped || child.asked_to_end) continue;
-      print(stderr, fmt::format("rank {} failed and rank {} (pid {}) is stopped: ending it\n", first_failure_,
-                                rank, child.pid));
+      print(stderr,
+            fmt::format("{} and rank {} (pid {}) is stopped: ending it\n", first_ended_, rank, child.pid));
       child.asked_to_end = true;
       ::kill(-child.pid, SIGKILL);
     }
-    const auto elapsed = Clock::now() - failed_at_;
+    const auto elapsed = Clock::now() - ended_at_;
     if (ending_ == Ending::kNotYet && elapsed >= options_.grace) {
-      print(stderr, fmt::format("rank {} failed {} ms ago: ending the ranks that still run\n", first_failure_,
+      print(stderr, fmt::format("{} {} ms ago: ending the ranks that still run\n", first_ended_,
                                 options_.grace.count()));
       ending_ = Ending::kAsked;
       end_all(SIGTERM);
@@ -415,7 +420,8 @@ class Launch {
   std::vector<Child> children_;
   int first_failure_ = -1;  // the rank; -1: none has failed
   bool again_ = false;      // a rank has ended with kStatusAgain
-  Clock::time_point failed_at_;
+  std::string first_ended_;  // the first rank that failed or ended with kStatusAgain, in words; empty: none
+  Clock::time_point ended_at_;
   enum class Ending { kNotYet, kAsked, kKilled } ending_ = Ending::kNotYet;
 };
 

@@ -134,12 +134,31 @@ TEST_F(Launch, StatusSaysWhichRankWasLost) {
 }
 
 TEST_F(Launch, ARankThatIsToBeRunAgainHasNotFailed) {
-  const auto status = [](const char* script) {
-    return launch_ranks({"sh", "-c", script}, {.ranks = 2, .grace = std::chrono::milliseconds(100)});
+  const auto status = [](const char* script, int grace_ms = 10'000) {
+    return launch_ranks({"sh", "-c", script}, {.ranks = 2, .grace = std::chrono::milliseconds(grace_ms)});
   };
   EXPECT_EQ(status("exit 75"), kStatusAgain);
-  EXPECT_EQ(status("[ $RANK = 0 ] && exit 75; sleep 0.6; exit 0"), kStatusAgain) << "the other was ended";
+  EXPECT_EQ(status("[ $RANK = 0 ] && exit 75; sleep 0.6; exit 0"), kStatusAgain);
   EXPECT_EQ(status("[ $RANK = 0 ] && exit 75; sleep 0.2; exit 4"), 4) << "a failure says more";
+  EXPECT_EQ(status("[ $RANK = 0 ] && exit 4; sleep 0.2; exit 75"), 4);
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(status("[ $RANK = 0 ] && exit 75; exec sleep 60", 100), kStatusAgain);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30)) << "the other was not ended";
+}
+
+// The status of the ranks stays that of a launcher that held the signals before.
+TEST_F(Launch, HeldSignalsAreHeldAgainWhenTheRanksHaveEnded) {
+  const auto launched_then_signalled = [](bool holds) {
+    sigset_t both;
+    sigemptyset(&both), sigaddset(&both, SIGUSR1), sigaddset(&both, SIGUSR2);
+    ::pthread_sigmask(holds ? SIG_BLOCK : SIG_UNBLOCK, &both, nullptr);
+    const int status = launch_ranks({"sh", "-c", "exit 75"}, {.ranks = 2});
+    ::kill(::getpid(), SIGUSR1);
+    ::kill(::getpid(), SIGUSR2);
+    ::_exit(status);
+  };
+  EXPECT_EXIT(launched_then_signalled(true), ::testing::ExitedWithCode(kStatusAgain), "");
+  EXPECT_EXIT(launched_then_signalled(false), ::testing::KilledBySignal(SIGUSR1), "");
 }
 
 TEST_F(Launch, SignalsToSaveArePassedOn) {
