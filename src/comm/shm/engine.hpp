@@ -134,9 +134,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   std::byte* shared_data(int rank, const Location& location) const;
   void ring() { control_->bell.ring(); }
-  // Poisons the group with `found` and throws it as a PeerError. `lost`: a rank has ended or left the group.
+  // Poisons the group with `found` and throws it as a PeerError. `in_order`: a rank left in order.
   [[noreturn]] void fail(const Task& task, const std::string& found, const std::string& action,
-                         bool lost = false);
+                         bool in_order = false);
 
  private:
   enum class Moved { kNothing, kSomething, kComplete };
@@ -155,7 +155,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   [[noreturn]] void time_out(const Task& task, std::chrono::milliseconds timeout);
   // As poison(). Returns whether this was the first reason.
   bool spoil(const std::string& reason, bool of_operation) noexcept;
-  void print_history(const std::string& failure, bool lost) noexcept;
+  void print_history(const std::string& where, bool in_order) noexcept;
   std::string who(int rank) const;
   void arrive(c10d::Store& store, std::chrono::milliseconds timeout);
   std::shared_ptr<Segment> open(c10d::Store& store, int owner, const SegmentId& id,

@@ -128,7 +128,7 @@ void Engine::throw_if_lost(Task& task) {
       fmt::format(
           "{}. If it ended in order, it made fewer steps: a rank without data calls step({{}}) as often as the others",
           kRestart),
-      /*lost=*/true);
+      /*in_order=*/!died);
 }
 
 // A rank that a debugger or signal has stopped may continue, so this is no error before the timeout.
@@ -168,9 +168,10 @@ void Engine::throw_poison(const Task& task) {
                      poison.of_operation);
 }
 
-void Engine::fail(const Task& task, const std::string& found, const std::string& action, bool lost) {
+void Engine::fail(const Task& task, const std::string& found, const std::string& action,
+                  bool in_order) {
   if (spoil(fmt::format("{}: {}", task.name(), found), /*of_operation=*/true))
-    print_history(fmt::format("{}: found {}", where(task), found), lost);
+    print_history(where(task), in_order);
   throw_peer_error(where(task), found, "every rank to take part", action);
 }
 
@@ -203,9 +204,9 @@ std::string Engine::history() {
 }
 
 // Only the first rank that detects a failed operation prints. After other failures (a file, a model) the last
-// operations are irrelevant. Those before ranks disagreed or hung show where they parted. A rank that is
-// `lost` has its reason in its own output, so without a file they are left out.
-void Engine::print_history(const std::string& failure, bool lost) noexcept {
+// operations are irrelevant. Those before ranks disagreed or hung, or one was killed, show where they parted.
+// A rank that left `in_order` has its reason in its own output, so without a file they are left out.
+void Engine::print_history(const std::string& where, bool in_order) noexcept {
   if (!options_.print_history) return;
   try {
     const std::string text = history();
@@ -214,8 +215,8 @@ void Engine::print_history(const std::string& failure, bool lost) noexcept {
     const std::string file = OperationsFile::keep(fmt::format("{}, oldest first:\n{}", what, text));
     if (!file.empty())
       print(stderr, fmt::format("isograd: {}: {}\n", what, printable(file)));
-    else if (!lost)
-      print(stderr, fmt::format("isograd: {}\nisograd: {}, oldest first:\n{}", failure, what, text));
+    else if (!in_order)  // without the error, which the caller throws
+      print(stderr, fmt::format("isograd: {}\nisograd: {}, oldest first:\n{}", where, what, text));
     std::fflush(stderr);
   } catch (...) {  // the failure itself is reported in any case
   }
