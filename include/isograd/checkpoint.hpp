@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "isograd/data.hpp"
@@ -130,6 +131,7 @@ void write_weights(const std::filesystem::path& directory, const PipelineModel& 
                    const Layout& placed, std::int64_t file_bytes = kHfFileBytes);
 void read_weights(const std::filesystem::path& directory, const PipelineModel& model, const Layout& placed);
 template <std::same_as<PipelineModel> Model, typename... Others>
+  requires(!std::is_invocable_v<void(DataParallel&, const Layout&, std::int64_t), Others&...>)
 void write_weights(const std::filesystem::path&, const Model&, const Others&...) {
   static_assert(misused<Model>,
                 "the weights of a PipelineModel are written by write_weights(directory, model, *layout, "
