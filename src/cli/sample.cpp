@@ -125,7 +125,8 @@ fs::path find_model(const fs::path& given, const std::string& verb) {
   if (fs::exists(given / "state.json")) return given;
   if (given.filename() == "best" && !fs::exists(given)) {  // RUN/best, RUN/checkpoints/best
     const fs::path run = given.parent_path(), root = run / "checkpoints";
-    return resolve_checkpoint(fs::is_directory(root) ? root : run, "best");
+    for (const fs::path& folder : {root, run})  // neither: a name, as those of the Hugging Face Hub are
+      if (fs::is_directory(folder)) return resolve_checkpoint(folder, "best");
   }
   if (fs::is_directory(given / "checkpoints")) return resolve_checkpoint(given / "checkpoints", "latest");
   if (fs::exists(given / "config.json")) return given;

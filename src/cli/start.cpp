@@ -46,6 +46,11 @@ bool answered(const std::vector<std::string>& words, const fs::path& texts) {
 int main(int argc, char** argv) {
   std::error_code error;
   const fs::path own = fs::read_symlink("/proc/self/exe", error);
+  if (error) {  // without it a relative path would name a program of the working directory
+    written(STDERR_FILENO, "isograd: found no /proc/self/exe (" + error.message() +
+                               "); expected the path of this program there. Mount /proc.\n");
+    return 2;
+  }
   const std::string program = (own.parent_path().parent_path() / "libexec/isograd").string();
   if (argc > 1 && answered({argv + 1, argv + argc}, program + ".texts")) return 0;
   ::execv(program.c_str(), argv);
