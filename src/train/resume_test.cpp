@@ -136,6 +136,15 @@ TEST_F(Resume, ALaterDecayIsSaidToChangeTheLearningRate) {
     EXPECT_THAT(schedule_change(then, config), HasSubstr("train.steps = 6000 (was 5000)"));
     config.train.steps = 5000, config.schedule.decay = 4;
     EXPECT_THAT(schedule_change(then, config), HasSubstr("schedule.decay = 4 (was 2)"));
+    // The first step that differs is named, which lies between two of those that are looked at.
+    config.train.steps = 1000, config.schedule.decay = 100;
+    then.step = 500, then.config = to_toml(config);
+    config.train.steps = 2000;
+    const Schedule was = make_schedule(parse_config(then.config, "then")), is = make_schedule(config);
+    std::int64_t first = then.step;
+    while (was.at(first) == is.at(first)) ++first;
+    EXPECT_EQ(first, 901);
+    EXPECT_THAT(schedule_change(then, config), HasSubstr("in step 902 "));
   }
   RunConfig config = tiny("run");
   TrainingState then;

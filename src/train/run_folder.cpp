@@ -7,10 +7,14 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <map>
+#include <thread>
+#include <utility>
 
 #include "base/paths.hpp"
+#include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
 #include "comm/failures.hpp"
@@ -75,6 +79,26 @@ void check_no_run_lives(const fs::path& directory) {
   if (const auto who = locked_by_another(directory / kLock, O_NOFOLLOW)) refuse_living_run(directory, *who);
 }
 
+// The ranks of the start before may still be ending, or a file system may not know yet that they have.
+void wait_for_former_start(const RunConfig& config) {
+  const auto now = std::chrono::steady_clock::now;
+  // Ends before other ranks have waited too long for this one.
+  const auto end = now() + std::chrono::duration<double>(0.9 * config.parallel.timeout_seconds);
+  const fs::path lock = fs::path(config.run.directory) / kLock;
+  bool told = false;
+  const auto writer = [&] {
+    const fs::path log = json_log_of(config);
+    const auto who = locked_by_another(lock, O_NOFOLLOW);
+    return who || !locked_by_another(log) ? who : "which writes " + log.string();
+  };
+  for (auto who = writer(); who && now() < end && !StopSignals::requested(); who = writer()) {
+    if (!std::exchange(told, true))
+      print(stderr, fmt::format("isograd: {} waits until another run there has ended: {}\n",
+                                printable(here(config.run.directory)), printable(*who)));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+}
+
 std::vector<fs::path> event_files(const fs::path& directory) {
   std::vector<fs::path> found;
   std::error_code error;
@@ -121,20 +145,27 @@ bool ended_unsaved(const RunConfig& config) {
     return false;
   const RunConfig then = load_config(file);
   if (then.run.json_log != config.run.json_log) return false;
-  constexpr const char* kDefining[] = {"run.seed",
-                                       "data.pack_length",
-                                       "data.shuffle_packs",
-                                       "data.validation_fraction",
-                                       "batch.packs_per_step",
-                                       "batch.rows_per_step",
-                                       "batch.videos_per_step",
-                                       "optimizer.kind",
-                                       "train.dtype",
-                                       "model."};
+  // A continued run may have other values of these.
+  constexpr const char* kFree[] = {"run.directory",
+                                   "run.memory",
+                                   "run.peak_tflops",
+                                   "run.on_signal.",
+                                   "data.cache",
+                                   "batch.max_tokens_per_rank",
+                                   "batch.packs_per_micro_batch",
+                                   "batch.tokens_per_micro_batch",
+                                   "loss.fused",
+                                   "train.steps",
+                                   "train.evaluate_",
+                                   "schedule.",
+                                   "parallel.",
+                                   "checkpoint.",
+                                   "verify.",
+                                   "sample."};
   for (const ConfigKey& key : config_keys()) {
     const std::string was = toml_text(key.get(then)), is = toml_text(key.get(config));
     if (was == is ||
-        std::ranges::none_of(kDefining, [&](const char* prefix) { return key.name.starts_with(prefix); }))
+        std::ranges::any_of(kFree, [&](const char* prefix) { return key.name.starts_with(prefix); }))
       continue;
     refuse(key.name, is, fmt::format("{}, as in {}", was, file.string()),
            fmt::format("Set {} = {} to run that configuration, or another run.directory", key.name, was));
@@ -176,6 +207,7 @@ RunFolder::Continued RunFolder::checked(const RunConfig& config) {
     refuse("--overwrite", "checkpoint.resume = \"auto\" in the same command",
            "one of the two: each start of that command would remove what the one before it has saved",
            "Leave --overwrite out to continue, or set checkpoint.resume = \"\" to start anew");
+  if (config.checkpoint.resume == "auto") wait_for_former_start(config);
   check_no_run_lives(config.run.directory);
   // A live run locks its log too (metrics.cpp), which may lie elsewhere.
   if (const fs::path log = json_log_of(config); locked_by_another(log))
@@ -388,13 +420,21 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now) {
   const Schedule was = make_schedule(before), is = make_schedule(now);
   constexpr std::int64_t kLooks = 1000;  // over the steps to come
   const std::int64_t stride = (std::max(was.total, is.total) - then.step) / kLooks + 1;
-  for (std::int64_t step = then.step; step < is.total; step = std::min(step + stride, is.total))
-    for (const std::int64_t look : {step, is.total - 1})  // a decay at the end may be short
-      if (was.at(look) != is.at(look))
-        return fmt::format(
-            "the learning rate is not the one that this checkpoint's run would have had: in step {} "
-            "{:.4g}, not {:.4g}, by {}",
-            look + 1, is.at(look), was.at(look), keys);
+  const auto differs = [&](std::int64_t step) { return was.at(step) != is.at(step); };
+  // Looks at the last step too, because a decay may be short, then for the first one after `alike`.
+  const std::int64_t last = is.total - 1;
+  std::int64_t alike = then.step - 1, step = then.step;
+  while (step < last && !differs(step)) alike = step, step = std::min(step + stride, last);
+  if (step <= last && differs(step)) {
+    while (step - alike > 1) {
+      const std::int64_t middle = alike + (step - alike) / 2;
+      (differs(middle) ? step : alike) = middle;
+    }
+    return fmt::format(
+        "the learning rate is not the one that this checkpoint's run would have had: in step {} "
+        "{:.4g}, not {:.4g}, by {}",
+        step + 1, is.at(step), was.at(step), keys);
+  }
   return other_groups ? "groups of parameters are not updated as in this checkpoint's run, by " + keys
                       : std::string();
 }

@@ -7,7 +7,9 @@
 #include <sys/file.h>
 #include <sys/wait.h>
 
+#include <chrono>
 #include <fstream>
+#include <thread>
 
 #include "isograd/checkpoint.hpp"
 #include "train/checkpoint_files.hpp"
@@ -94,8 +96,18 @@ TEST_F(RunFolders, TheLockEndsWithItsProcessHoweverThatEnds) {
   char byte;
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
   EXPECT_THAT(taking(), HasSubstr("process " + std::to_string(child)));
-  ::kill(child, SIGKILL);
+  // The same command again waits for the start before, if that is ending.
+  config_.checkpoint.resume = "auto", config_.parallel.timeout_seconds = 0.5;
+  EXPECT_THAT(taking(), HasSubstr("process " + std::to_string(child)));
+  config_.parallel.timeout_seconds = 60;
+  std::thread ends([child] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    ::kill(child, SIGKILL);
+  });
+  EXPECT_EQ(taking(), "no error");
+  ends.join();
   ::waitpid(child, nullptr, 0);
+  config_.checkpoint.resume.clear();
   EXPECT_EQ(taking(), "no error");
   for (const int end : ready) ::close(end);
 }
