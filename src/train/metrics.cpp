@@ -240,6 +240,8 @@ void Metrics::evaluation(const Evaluation& evaluation) {
     row.validation_perplexity = perplexity_of(evaluation.loss);
     row.validation_targets = evaluation.targets;
   }
+  // A resume may repeat the evaluation that the log ends with.
+  if (!rows_.empty() && to_json_line(rows_.back()) == to_json_line(row)) return;
   append(std::move(row));
 }
 

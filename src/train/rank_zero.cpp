@@ -169,13 +169,14 @@ std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTab
 namespace {
 
 std::atomic<bool> stop_asked{false}, asked_by_hand{false}, save_asked{false};
-// Times of the first SIGINT, SIGTERM or SIGHUP, and of the last save that was asked for; 0: none.
-std::atomic<long long> asked_at_ms{0}, saved_at_ms{0};
+// Times of the first SIGINT, SIGTERM or SIGHUP, and of the last wish for a save; 0: none.
+std::atomic<long long> asked_at_ms{0}, wished_at_ms{0};
 static_assert(std::atomic<long long>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 constexpr long long kSameMs = 1000;  // signals within this time are one wish
 
 std::mutex guard;
 int holders = 0;
+bool user_signals_held = false;
 
 long long now_ms() {
   timespec now{};
@@ -193,8 +194,9 @@ extern "C" void on_stop(int signal) {
 }
 extern "C" void on_user_stop(int) { stop_asked = true; }
 extern "C" void on_user_save(int) {
-  const long long saved = saved_at_ms;
-  if (saved == 0 || now_ms() - saved >= kSameMs) save_asked = true;
+  const long long now = now_ms(), before = wished_at_ms;
+  if (before != 0 && now - before < kSameMs) return;
+  wished_at_ms = now, save_asked = true;
 }
 
 using Handler = void (*)(int);
@@ -228,7 +230,7 @@ StopSignals::StopSignals(const RunConfig& config) {
   std::lock_guard<std::mutex> lock(guard);
   if (holders++ > 0) return;
   stop_asked = asked_by_hand = save_asked = false;
-  asked_at_ms = saved_at_ms = 0;
+  asked_at_ms = wished_at_ms = 0;
   for (Handled& each : handled) {
     if (each.signal == SIGUSR1) each.handler = handler_of(config.run.on_signal.usr1);
     if (each.signal == SIGUSR2) each.handler = handler_of(config.run.on_signal.usr2);
@@ -244,17 +246,20 @@ StopSignals::StopSignals(const RunConfig& config) {
 
 StopSignals::~StopSignals() {
   std::lock_guard<std::mutex> lock(guard);
-  if (--holders > 0) return;
+  // A program that held signals ends with its run, whose status no signal between the two replaces. Blocking
+  // them here would not do: threads that the run started have them unblocked.
+  if (--holders > 0 || user_signals_held) return;
   for (const Handled& each : handled) sigaction(each.signal, &each.before, nullptr);
 }
 
-void StopSignals::hold() { user_signals(SIG_BLOCK); }
+void StopSignals::hold() {
+  std::lock_guard<std::mutex> lock(guard);
+  user_signals_held = true;
+  user_signals(SIG_BLOCK);
+}
 bool StopSignals::requested() { return stop_asked.load(std::memory_order_relaxed); }
 bool StopSignals::by_hand() { return asked_by_hand; }
 bool StopSignals::take_save() { return save_asked.exchange(false); }
-void StopSignals::saved(bool asked) {
-  if (asked) saved_at_ms = now_ms();
-  save_asked = false;
-}
+void StopSignals::save_begins() { wished_at_ms = now_ms(), save_asked = false; }
 
 }  // namespace isograd

@@ -63,15 +63,16 @@ class StopSignals {
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
 
-  // Blocks SIGUSR1 and SIGUSR2 in this thread, so that one that comes before anybody handles it waits.
+  // Blocks SIGUSR1 and SIGUSR2 in this thread, so that one that comes before anybody handles it waits. The
+  // handlers then stay when the run has ended: for programs that end with it.
   static void hold();
   static bool requested();  // a stop
   static bool by_hand();    // a stop by Ctrl-C (SIGINT)
   // A save, told once.
   static bool take_save();
-  // A checkpoint was saved: what was asked until now is done. `asked`: because of a request. Another one
-  // within a second is the same, sent to a launcher and to ranks, and is dropped.
-  static void saved(bool asked);
+  // A save that any rank was asked for by a signal begins: it is the one that this rank was asked for until
+  // now or is asked for within a second, by the same signal sent to a launcher and to ranks.
+  static void save_begins();
 };
 
 }  // namespace isograd

@@ -5,12 +5,15 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 
+#include <csignal>
 #include <fstream>
 
 #include "base/error_testing.hpp"
 #include "isograd/optimizer.hpp"
 #include "model/safetensors.hpp"
 #include "train/build.hpp"
+#include "train/checkpoint_files.hpp"
+#include "train/metrics.hpp"
 #include "train/trainer_testing.hpp"
 
 namespace isograd {
@@ -202,6 +205,47 @@ TEST_F(Resume, LatestContinuesInTheSameFolderAndOldOnesGo) {
   const Run none = run(config, 2);
   EXPECT_TRUE(none.steps.empty());
   EXPECT_EQ(none.outcomes[0].validation_loss, more.outcomes[0].validation_loss);
+}
+
+// A stop saves without the validation that is due in its step.
+TEST_F(Resume, AValidationThatTheStopLeftOutIsMadeUpFor) {
+  for (const std::int64_t steps : {3, 4}) {  // in the last step too
+    RunConfig config = tiny(fmt::format("run-{}", steps));
+    config.train.steps = steps, config.checkpoint.keep_best = 1;
+    const auto last_loss = [&] {
+      return open_checkpoint(list_checkpoints(checkpoint_root(config)).back()).validation_loss;
+    };
+    config.train.evaluate_every = 3;
+    const Run stopped = run(config, 2, [](World& world, TrainerHooks& hooks) {
+      if (world.rank == 0)
+        hooks.on_step = [](const StepEvent& event) {
+          if (event.step == 2) std::raise(SIGTERM);  // taken in step 3
+        };
+    });
+    ASSERT_EQ(stopped.outcomes[0].end, Outcome::End::kStopped);
+    ASSERT_EQ(stopped.outcomes[0].steps, 3);
+    EXPECT_EQ(last_loss(), std::nullopt);
+    config.checkpoint.resume = "latest";
+    const auto evaluated = [](const Run& run) {
+      std::vector<std::pair<std::int64_t, double>> made;
+      for (const Evaluation& each : run.evaluations) made.emplace_back(each.step, each.loss);
+      return made;
+    };
+    const Run resumed = run(config, 2);
+    RunConfig other = config;
+    other.run.directory += "-straight", other.checkpoint.resume.clear();
+    const Run straight = run(other, 2);
+    EXPECT_EQ(evaluated(resumed), evaluated(straight));
+    ASSERT_EQ(straight.evaluations.front().step, 3);
+    const auto saved = open_checkpoint(checkpoint_path(checkpoint_root(config), 3)).validation_loss;
+    if (steps == 3 || straight.evaluations[0].loss <= straight.evaluations[1].loss)
+      EXPECT_EQ(saved, straight.evaluations[0].loss);
+    EXPECT_EQ(last_loss(), straight.evaluations.back().loss);
+    run(config, 2);  // all steps were made: the row is not written twice
+    std::size_t rows = 0;
+    for (const MetricRow& row : read_metrics(json_log_of(config))) rows += row.validation_loss ? 1 : 0;
+    EXPECT_EQ(rows, straight.evaluations.size());
+  }
 }
 
 TEST_F(Resume, AnotherRunIsRefusedByKey) {

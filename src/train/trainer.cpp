@@ -161,6 +161,7 @@ struct Trainer::Impl {
   void loop() {
     const std::int64_t total = config.train.steps, &step = run->state.step;
     last_save = Clock::now();
+    make_up_for_validation();
     while (step < total) {
       const auto start = Clock::now();
       const double exposed_before = exposed_so_far();
@@ -174,9 +175,8 @@ struct Trainer::Impl {
       };
       const bool save_is_due = world.rank == 0 && config.checkpoint.every_seconds > 0 &&
                                seconds_since(last_save) >= config.checkpoint.every_seconds;
-      const bool stops = StopSignals::requested() || file_error,
-                 saves_soon = StopSignals::take_save() || save_is_due;
-      const StepReport report = run->step({stops, saves_soon}, notice);
+      const bool stops = StopSignals::requested() || file_error, told_to_save = StopSignals::take_save();
+      const StepReport report = run->step({stops, told_to_save || save_is_due}, notice);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
       if (run->memory)
         run->memory->after_step(*run->layout, *run->optimizer, run->plan().share_parameters, run->rounds);
@@ -197,14 +197,27 @@ struct Trainer::Impl {
         outcome.again = goes_on_by_the_same_command();
         return;
       }
-      bool saves = due(config.checkpoint.every, step, total) || report.step_counts.save_requested;
+      const bool asked = report.step_counts.save_requested;
+      if (asked && on_any_rank(world.group, told_to_save)) StopSignals::save_begins();
+      bool saves = due(config.checkpoint.every, step, total) || asked;
       if (due(config.train.evaluate_every, step, total)) {
         measure();
         saves = saves || is_among_the_best();
       }
-      if (saves) save(report.step_counts.save_requested);
+      if (saves) save();
     }
     if (evaluated_step != step) measure();  // a resume of a run that had made all its steps
+  }
+
+  // A stop saves without the validation that is due in its step, for which there may be no time. Collective.
+  void make_up_for_validation() {
+    if (run->resumed_from.empty() || !run->validation || run->state.validation_loss ||
+        !due(config.train.evaluate_every, run->state.step, config.train.steps))
+      return;
+    measure();
+    if (!is_among_the_best()) return;
+    saved_step = -1;  // the same step again, with its validation loss
+    save();
   }
 
   // After a stop. Ctrl-C is a user's wish that the run ends. Collective.
@@ -277,8 +290,7 @@ struct Trainer::Impl {
     if (hooks.on_evaluation) hooks.on_evaluation(*evaluation);
   }
 
-  // `asked`: by a signal or by checkpoint.every_seconds.
-  void save(bool asked = false) {
+  void save() {
     check_run_folder();
     // A deleted run folder is not recreated. A problem with a log alone does not prevent a checkpoint.
     throw_agreed(world.group, file_error && !folder->is_there() ? file_error : std::nullopt);
@@ -290,7 +302,6 @@ struct Trainer::Impl {
         if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
       }
       last_save = Clock::now();
-      StopSignals::saved(asked);
     } catch (const AgreedConfigError&) {
       check_run_folder();                     // the folder may have been deleted meanwhile
       throw_agreed(world.group, file_error);  // what came first

@@ -6,9 +6,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <fstream>
+#include <thread>
 
 #include "isograd/checkpoint.hpp"
 #include "train/checkpoint_files.hpp"
@@ -205,6 +207,37 @@ TEST_F(TrainerTest, WhatCannotBeTrainedIsRefusedBefore) {
               HasSubstr("absent"));
   EXPECT_THAT(refused([&](RunConfig& c) { c.checkpoint.resume = "latest"; }),
               HasSubstr("no complete checkpoint"));
+}
+
+// A rank that has saved ends with its own status, whatever thread the signal hits.
+TEST(StopSignals, OneThatComesAfterTheRunDoesNotReplaceTheStatus) {
+  const auto run_then_signalled = [](bool holds) {
+    if (holds) StopSignals::hold();
+    {
+      const StopSignals signals{RunConfig{}};
+      std::thread([] { std::this_thread::sleep_for(std::chrono::minutes(1)); }).detach();
+    }
+    for (const int number : {SIGUSR1, SIGUSR2, SIGTERM}) ::kill(::getpid(), number);
+    ::_exit(75);
+  };
+  EXPECT_EXIT(run_then_signalled(true), ::testing::ExitedWithCode(75), "");
+  EXPECT_EXIT(run_then_signalled(false), ::testing::KilledBySignal(SIGUSR1), "");
+}
+
+TEST(StopSignals, AWishToSaveIsDroppedOnlyWhereItIsThatOfTheSaveBefore) {
+  RunConfig config;
+  config.run.on_signal.usr2 = "save";
+  const StopSignals signals(config);
+  std::raise(SIGUSR2);
+  std::raise(SIGUSR2);  // through the launcher
+  EXPECT_TRUE(StopSignals::take_save());
+  EXPECT_FALSE(StopSignals::take_save());
+  StopSignals::save_begins();
+  std::raise(SIGUSR2);
+  EXPECT_FALSE(StopSignals::take_save());
+  std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+  std::raise(SIGUSR2);  // during the save
+  EXPECT_TRUE(StopSignals::take_save());
 }
 
 // `isograd train ... | head`: with process ranks in tests/test_train.py.
