@@ -37,12 +37,13 @@ def started(place, *args, **changes):
 
 
 def ends_alike(place, name, other, step):
-    """The last checkpoints of two runs, and the losses of all their steps."""
+    """The last checkpoints of two runs, and the losses of all their steps, of validation too."""
     for file in ("model.safetensors", "optimizer.safetensors"):
         one, two = (place.folder / run / f"checkpoints/step-{step:08}" / file for run in (name, other))
         assert one.read_bytes() == two.read_bytes(), file
     one, two = ([(row["step"], row["loss"], row["norm"]) for row in place.steps(run)] for run in (name, other))
     assert [step for step, *_ in one] == list(range(1, step + 1)) and one == two
+    assert validations_of(place, name) == validations_of(place, other)
 
 
 # ---- checkpoint.resume = "auto" ----
@@ -91,8 +92,10 @@ def test_another_run_is_refused_by_its_key(shm):
     (shm.folder / "run/report.html").unlink()
     said = shm.run(**AUTO, model__feed_forward=40, status=2)[1]
     assert f"model.feed_forward: found 40; expected 48, as in {shm.folder}/run/config.toml" in said, said
+    said = shm.run(**AUTO, loss__label_smoothing=0.1, status=2)[1]
+    assert "loss.label_smoothing: found 0.1; expected 0" in said, said
     assert len(shm.steps()) == 12, "a refused run has removed the rows of another"
-    shm.run(**AUTO)
+    shm.run(**AUTO, checkpoint__every=3)  # a key that a resume may change
 
 
 def test_overwrite_with_auto_is_refused(shm):
@@ -313,8 +316,8 @@ def test_a_save_by_the_clock(shm):
     assert all(whole(path) for path in shm.checkpoints())
 
 
-def losses_of(place, name="run"):
-    return {row["step"]: row["validation_loss"] for row in place.metrics(name) if row.get("validation_loss") is not None}
+def validations_of(place, name="run"):
+    return [(row["step"], row["validation_loss"]) for row in place.metrics(name) if row.get("validation_loss") is not None]
 
 
 def test_the_best_by_validation_loss_are_kept_and_named(shm):
@@ -322,7 +325,7 @@ def test_the_best_by_validation_loss_are_kept_and_named(shm):
     changes = {"train__steps": 40, "train__evaluate_every": 2, "schedule__peak": 0.3, "checkpoint__every": 0, "checkpoint__keep": 1,
                "checkpoint__keep_best": 1}
     shm.run(**changes)
-    losses = losses_of(shm)
+    losses = dict(validations_of(shm))
     best = sorted(losses, key=lambda step: (losses[step], step))[:1]
     assert best[0] < 38, f"the loss never rose: the test shows nothing: {losses}"
     shm.saved(sorted({*best, 40}))
@@ -340,6 +343,8 @@ def test_there_is_no_best_without_validation(shm):
     shm.run(data__validation_fraction=0)
     said = shm.run(data__validation_fraction=0, checkpoint__resume="best", status=2)[1]
     assert "no complete checkpoint with a validation loss" in said, said
+    said = isograd("sample", "org/best", status=2).stderr  # a name, as those of the Hub are
+    assert '"org/best", no such folder' in said and "hf download" in said, said
 
 
 # ---- preempted at random ----

@@ -53,10 +53,11 @@ class Workplace:
     def start(self, *args, **kwargs):
         """A run without end in the background, in its own session; returned once it trains."""
         kwargs = {"train__steps": 1000000, "train__evaluate_every": 0, "checkpoint__every": 0, **kwargs}
+        name = kwargs.get("run__directory", args[0] if args else "run")
+        rows = len(self.metrics(name))  # of the start that this one continues
         process = subprocess.Popen(self.command(*args, **kwargs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                    text=True, start_new_session=True)
-        name = kwargs.get("run__directory", args[0] if args else "run")
-        self.wait(process, lambda: len(self.metrics(name)) > 5)
+        self.wait(process, lambda: len(self.metrics(name)) > rows + 5)
         return process
 
     def wait(self, process, condition):
