@@ -148,7 +148,9 @@ class Outputs:
             output.hook = one.register_hook(functools.partial(self._arrives, output))
             self.kept.append(output)
 
-    def _arrives(self, output: Output, gradient: torch.Tensor) -> None:
+    def _arrives(self, output: Output, gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # what makes a gradient of zeros, as a conversion of types, may pass on none
+            return
         output.unclear = output.unclear or self._asked or output.gradient is not None  # it is called once in a backward
         output.gradient = gradient.detach()
 
@@ -451,6 +453,7 @@ class Located:
         met = [(rows, set(both.nonzero().flatten().tolist())) for rows, both in zip(self.rows, self.both)]
         self.keys = same | {self.outputs[number].key for rows, groups in met for group in groups for number, _ in rows.owners_of[group]}
         self.keys_of_run = same | {key for rows, groups in met for group in groups for _, key in rows.run_of[group]}
+        self.far = False  # the gradient found from what the model makes of those at the outputs
         self.silent = {(module, path) for some in sent for module, path, _, gradient in some if bool(gradient.any())} <= self.keys_of_run
         self.largest, self.largest_found = (max((float(part.norm(dim=1).max()) for part in parts), default=0.0) for parts in (
             [rows.right for rows in self.rows], [rows.found for rows in self.rows]))
@@ -529,6 +532,7 @@ class Located:
         made, run = ({name: g[name].double() for name in names} for g in (of_found, self.trials.found))
         times = dot(run, made) / max(norm_of(made)**2, 1e-300)
         off = norm_of({name: run[name] - times * made[name] for name in names})
+        self.far = off > CLEARLY * norm_of(run)
         return names, times if names and off <= 4 * self.trials.rounding(run) and times > 0 else None
 
     def _of_missing(self, missing: Sequence[tuple[Row, float]], extra: Sequence[int]) -> Finding | None:
@@ -591,7 +595,8 @@ class Located:
         arriving, made = arriving / self.repeated, None if made is None else made * self.repeated
         right = f"all {number} rows of outputs are those of the samples, and the gradient of the declared loss arrives at each, {arriving:.6g} times"
         if made is None:
-            return {"id": "other_backward", "sentence": f"{right}; the parameters' gradient is not what the model makes of that"} if names and self.silent else None
+            return {"id": "other_backward", "sentence": f"{right}; the parameters' gradient is not what the model makes of that"} \
+                if names and self.silent and self.far else None  # else derivatives that jump, or noise
         whole = arriving * made
         if math.isclose(whole, 1.0, rel_tol=1e-4):
             others = [name for name in self.trials.right.gradients if name not in names]
