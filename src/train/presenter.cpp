@@ -408,10 +408,11 @@ struct Presenter::Impl {
                  {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
                  {"skipped steps", std::to_string(outcome.skipped)},
                  {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}};
+    const bool alike = outcome.validation_loss || facts.baseline.of_training;
+    const std::string compared = alike ? against_baseline(loss, "; the loss is {} it") : std::string();
     if (facts.baseline.value > 0)
-      about.rows.push_back({facts.baseline.name,
-                            fmt::format("{} {} {}{}", nats(facts.baseline.value), task.unit,
-                                        facts.baseline.of, against_baseline(loss, "; the loss is {} it"))});
+      about.rows.push_back({facts.baseline.name, fmt::format("{} {} {}{}", nats(facts.baseline.value),
+                                                             task.unit, facts.baseline.of, compared)});
     if (!facts.hosts.empty()) about.rows.push_back({"hosts", facts.hosts});
     for (auto& row : of_ranks(outcome)) about.rows.push_back(std::move(row));
     if (outcome.mfu)

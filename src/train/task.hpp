@@ -117,6 +117,7 @@ struct Baseline {
   std::string name{};  // "unigram entropy"
   std::string of{};    // behind value and unit: "of the training text"
   double value = 0;
+  bool of_training = true;  // comparable with the training loss; false: with the validation loss alone
 };
 
 // Results that a finished run shows, on rank 0.

@@ -795,8 +795,10 @@ class TextTask : public Task {
   Baseline baseline(Group& group) const override {
     // Comparable with the plain cross entropy alone, which is then never measured.
     if (!plain_loss_is_trained() && corpus_.split.validation.empty()) return {};
-    return {
-        .name = "unigram entropy", .of = "of the training text", .value = unigram_entropy(corpus_, group)};
+    return {.name = "unigram entropy",
+            .of = "of the training text",
+            .value = unigram_entropy(corpus_, group),
+            .of_training = plain_loss_is_trained()};
   }
 
   std::shared_ptr<TaskModel> shape_model(const fs::path& directory, at::ScalarType dtype) const override {

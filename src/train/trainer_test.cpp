@@ -93,6 +93,25 @@ TEST_F(TrainerTest, UnigramEntropyInClosedForm) {
   EXPECT_NEAR(unigram_entropy(corpus, solo), expected, 1e-14);
 }
 
+// A loss with smoothed targets is none that the entropy of the tokens can be compared with.
+TEST_F(TrainerTest, AReportComparesNoLossOfAnotherKindWithTheBaseline) {
+  for (const double smoothing : {0.0, 0.1})
+    for (const bool validates : {false, true}) {  // before the stop
+      RunConfig config = tiny(fmt::format("run-{}-{}", smoothing, validates));
+      config.train.evaluate_every = validates ? 1 : 0, config.loss.label_smoothing = smoothing;
+      const Run stopped = run(config, 1, [](World&, TrainerHooks& hooks) {
+        hooks.on_step = [](const StepEvent& event) {
+          if (event.step == 2) std::raise(SIGTERM);
+        };
+      });
+      ASSERT_EQ(stopped.outcomes[0].steps, 3);
+      const std::string report = read_file(stopped.outcomes[0].report);
+      EXPECT_TRUE(report.find("unigram entropy") != std::string::npos);
+      EXPECT_EQ(report.find("; the loss is ") != std::string::npos, smoothing == 0 || validates) 
+          << smoothing << " " << validates;
+    }
+}
+
 TEST_F(TrainerTest, NanOnOneRankStopsAllAndUpdatesNothing) {
   for (const auto& [strategy, culprit] :
        {std::pair("bucketed", 0), {"bucketed", 2}, {"zero1", 0}, {"zero2", 2}, {"zero3", 0}, {"zero3", 2}}) {
