@@ -131,8 +131,9 @@ void write_weights(const std::filesystem::path& directory, const PipelineModel& 
                    const Layout& placed, std::int64_t file_bytes = kHfFileBytes);
 void read_weights(const std::filesystem::path& directory, const PipelineModel& model, const Layout& placed);
 template <std::same_as<PipelineModel> Model, typename... Others>
-  requires(!std::is_invocable_v<void(DataParallel&, const Layout&, std::int64_t), Others&...>)
-void write_weights(const std::filesystem::path&, const Model&, const Others&...) {
+requires(!std::is_invocable_v<void(DataParallel&, const Layout&, std::int64_t),
+                              Others&...>) void write_weights(const std::filesystem::path&, const Model&,
+                                                              const Others&...) {
   static_assert(misused<Model>,
                 "the weights of a PipelineModel are written by write_weights(directory, model, *layout, "
                 "placed), where placed is what model.split() returned");

@@ -418,8 +418,8 @@ class Launch {
   Relay relay_;
   std::unique_ptr<LocalStoreServer> store_;
   std::vector<Child> children_;
-  int first_failure_ = -1;  // the rank; -1: none has failed
-  bool again_ = false;      // a rank has ended with kStatusAgain
+  int first_failure_ = -1;   // the rank; -1: none has failed
+  bool again_ = false;       // a rank has ended with kStatusAgain
   std::string first_ended_;  // the first rank that failed or ended with kStatusAgain, in words; empty: none
   Clock::time_point ended_at_;
   enum class Ending { kNotYet, kAsked, kKilled } ending_ = Ending::kNotYet;

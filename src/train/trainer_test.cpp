@@ -107,7 +107,7 @@ TEST_F(TrainerTest, AReportComparesNoLossOfAnotherKindWithTheBaseline) {
       ASSERT_EQ(stopped.outcomes[0].steps, 3);
       const std::string report = read_file(stopped.outcomes[0].report);
       EXPECT_TRUE(report.find("unigram entropy") != std::string::npos);
-      EXPECT_EQ(report.find("; the loss is ") != std::string::npos, smoothing == 0 || validates) 
+      EXPECT_EQ(report.find("; the loss is ") != std::string::npos, smoothing == 0 || validates)
           << smoothing << " " << validates;
     }
 }

@@ -168,8 +168,7 @@ void Engine::throw_poison(const Task& task) {
                      poison.of_operation);
 }
 
-void Engine::fail(const Task& task, const std::string& found, const std::string& action,
-                  bool in_order) {
+void Engine::fail(const Task& task, const std::string& found, const std::string& action, bool in_order) {
   if (spoil(fmt::format("{}: {}", task.name(), found), /*of_operation=*/true))
     print_history(where(task), in_order);
   throw_peer_error(where(task), found, "every rank to take part", action);
