@@ -128,11 +128,14 @@ void read_pipeline(const fs::path& file) {
 // Its lines as patterns, each against the names of a model, and as groups of a configuration.
 void read_patterns(const fs::path& file) {
   RunConfig config;
-  config.train.clip_groups = config.optimizer.groups = lines_of(file, 20);
+  const std::vector<std::string> lines = lines_of(file, 20);
+  for (const std::string& line : lines)
+    (line.find('=') == std::string::npos ? config.train.clip_groups : config.optimizer.groups)
+        .push_back(line);
   const std::vector<std::pair<std::string, at::Tensor>> named{
       {"model.layers.0.mlp.up_proj.weight", at::zeros({1}).requires_grad_()},
       {std::string(300, 'a') + "b", at::zeros({1}).requires_grad_()}};
-  for (const std::string& line : config.train.clip_groups)
+  for (const std::string& line : lines)
     for (const auto& [name, value] : named) matches(line, name);
   check_groups(config, named);
 }
@@ -166,10 +169,12 @@ std::vector<Reader> run_readers() {
       {"patterns",
        [](const fs::path& folder) {
          put(folder / "groups", "*.mlp.*: 0.5\naaa*a*a*: 1e-3\n");
+         put(folder / "rates", "*.mlp.*: rate=0.5\naaa*a*b: rate=2 weight_decay=0\n");
          put(folder / "stars", "model.*.weight: 1\n" + std::string(40, '*') + "a*b: 2\n");
        },
        read_patterns,
-       {"*", "**", "*a", "a*", ": ", ":", "1e999", "nan", "-", "\n", "model.", std::string(3000, '*')}},
+       {"*", "**", "*a", "a*", ": ", ":", "=", "rate=", "weight_decay=", "1e999", "nan", "-", "\n", "model.",
+        std::string(3000, '*')}},
       {"schedule",
        [](const fs::path& folder) {
          put(folder / "zb.json", to_json(make_pipeline("zb-v", 2, 2, 3)));
