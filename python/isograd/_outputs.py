@@ -532,7 +532,7 @@ class Located:
         made, run = ({name: g[name].double() for name in names} for g in (of_found, self.trials.found))
         times = dot(run, made) / max(norm_of(made)**2, 1e-300)
         off = norm_of({name: run[name] - times * made[name] for name in names})
-        self.far = off > CLEARLY * norm_of(run)
+        self.far = off > (0.0 if self.trials.unit < EXACT else CLEARLY) * norm_of(run)
         return names, times if names and off <= 4 * self.trials.rounding(run) and times > 0 else None
 
     def _of_missing(self, missing: Sequence[tuple[Row, float]], extra: Sequence[int]) -> Finding | None:
