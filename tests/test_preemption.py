@@ -9,31 +9,19 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
 from conftest import BINARY, FULL, ROOT, full, isograd
-from test_train import LIMIT, Workplace, finish, ranks_of, stopped_after, whole
+from test_train import LIMIT, finish, place, ranks_of, shm, stopped_after, whole  # noqa: F401  # place and shm are fixtures
 
 AGAIN = 75  # saved, run the same command again (docs/errors.md)
 STEADY = {"schedule__kind": "constant"}  # whatever train.steps is
 AUTO = {"checkpoint__resume": "auto", **STEADY}
 
 
-@pytest.fixture
-def place(tmp_path, backend):
-    return Workplace(tmp_path, backend)
-
-
-@pytest.fixture
-def shm(tmp_path):
-    return Workplace(tmp_path, "shm")
-
-
 def started(place, *args, **changes):
-    return subprocess.Popen(place.command(*args, **changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            start_new_session=True)
+    return place.begin(place.command(*args, **changes))
 
 
 def ends_alike(place, name, other, step):
@@ -262,8 +250,8 @@ def in_the_place(place, tmp_path, script, programs=()):
     config = place.config().read_text().replace("steps = 12", "steps = 4000").replace("every = 4\n", "every = 0\n")
     assert "steps = 4000" in config
     (place.folder / "run.toml").write_text(config.replace("evaluate_every = 4", "evaluate_every = 0"))
-    return subprocess.Popen(["bash", "-c", script], cwd=place.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            start_new_session=True, env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"})
+    return place.begin(["bash", "-c", script], cwd=place.folder,
+                       env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"})
 
 
 def launcher_of(process):

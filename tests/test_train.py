@@ -30,6 +30,7 @@ class Workplace:
     def __init__(self, folder, backend):
         self.folder = folder
         self.backend = backend
+        self.begun = []
         self.text = folder / "text"
         self.text.mkdir(parents=True)
         rng = random.Random(11)
@@ -55,10 +56,21 @@ class Workplace:
         kwargs = {"train__steps": 1000000, "train__evaluate_every": 0, "checkpoint__every": 0, **kwargs}
         name = kwargs.get("run__directory", args[0] if args else "run")
         rows = len(self.metrics(name))  # of the start that this one continues
-        process = subprocess.Popen(self.command(*args, **kwargs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   text=True, start_new_session=True)
+        process = self.begin(self.command(*args, **kwargs))
         self.wait(process, lambda: len(self.metrics(name)) > rows + 5)
         return process
+
+    def begin(self, command, **options):
+        """A process in a session of its own, which ends with the test at the latest."""
+        self.begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                                           **options))
+        return self.begun[-1]
+
+    def end(self):
+        for process in self.begun:
+            for pid in [process.pid, *ranks_of(process)] if process.poll() is None else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def wait(self, process, condition):
         end = time.time() + LIMIT
@@ -100,15 +112,21 @@ class Workplace:
         assert all(whole(path) for path in self.checkpoints(name))
 
 
+def workplace(folder, backend):
+    place = Workplace(folder, backend)
+    yield place
+    place.end()
+
+
 @pytest.fixture
 def place(tmp_path, backend):
-    return Workplace(tmp_path, backend)
+    yield from workplace(tmp_path, backend)
 
 
 @pytest.fixture
 def shm(tmp_path):
     """mpirun is a reader of its own, and ends survivors itself."""
-    return Workplace(tmp_path, "shm")
+    yield from workplace(tmp_path, "shm")
 
 
 def ranks_of(process):

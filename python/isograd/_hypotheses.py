@@ -625,7 +625,8 @@ def try_each_target(trials: Trials) -> None:
             told += [f"those of {place} {usual:.4g} times"] * (not _same([usual, 1.0]))
         else:
             for other in dict.fromkeys(f"{t:.4g}" for t in times if not math.isnan(t) and not _same([t, 1.0])):
-                told += [f"{of} {other} times" for of in _stretches([i for i, t in enumerate(times) if f"{t:.4g}" == other], place)]
+                how = "although `loss` does not count it" if other == "inf" else f"{other} times"
+                told += [f"{of} {how}" for of in _stretches([i for i, t in enumerate(times) if f"{t:.4g}" == other], place)]
     if lost and not odd:
         others = [t for t in own if t]
         more = f"; the others count {others[0]:.4g} times" if _same(others) and not _same([others[0], 1.0]) else ""

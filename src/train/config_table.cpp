@@ -428,8 +428,8 @@ const std::vector<ConfigSection>& config_sections() {
   static const std::vector<ConfigSection> sections = {
       {"run", "The run as a whole."},
       {"run.on_signal", "Signals by which a user or a batch system tells a run to save."},
-      {"data", "What the model learns from."},
-      {"batch", "What one step sees."},
+      {"data", "Data that the model learns from."},
+      {"batch", "Size of a step and of its parts."},
       {"model", "The decoder language model: Llama to the letter, and its near relatives."},
       {"model.rope_scaling", "Rotary embedding for long contexts, as Hugging Face's `rope_scaling`."},
       {"model.lora", "A low-rank adapter of the decoder, which alone is trained."},
