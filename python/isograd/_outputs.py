@@ -549,7 +549,7 @@ class Located:
 
     def _of_extra(self, extra: Sequence[int]) -> Finding:
         return {"id": "extra_rows_counted", "sentence": f"on {_ranks(extra)} a gradient arrives at {len(extra)} row{'s' * (len(extra) > 1)} of outputs that no sample "
-                "has: padding, or rows that were made up; the rows of all samples are there too"}
+                "has: padding, rows that were made up, or samples of another step; the rows of all samples are there too"}
 
     def _of_other(self, rows: Sequence[Row]) -> Finding | None:
         names, follows = self.pulled
