@@ -9,20 +9,25 @@ from conftest import FULL, ROOT, full, run_python
 FOLDER = ROOT / "tests/watch_trials"
 sys.path.append(str(FOLDER))
 from changes import CHANGES  # noqa: E402
-from names import NOT_NAMED, SECOND, TRUE  # noqa: E402
+from names import NOT_NAMED, SECOND, THIRD, TRUE, UNDECIDED  # noqa: E402
 
-TEXT = (FOLDER / "trainers.py").read_text()
-MISTAKES = list(dict.fromkeys(re.findall(r"(?m)^ +#! (\w+)", TEXT)))
-RIGHT = list(dict.fromkeys(re.findall(r"(?m)^(?: +#= |def )(\w+)(?:\(w\):| \|| \d)", TEXT)))
+
+def trials_of(file):
+    """The names of its mistakes, and of what is right."""
+    text = (FOLDER / file).read_text()
+    return [list(dict.fromkeys(re.findall(pattern, text))) for pattern in (r"(?m)^ +#! (\w+)", r"(?m)^(?: +#= |def )(\w+)(?:\(w\):| \|| \d)")]
+
+
+MISTAKES, RIGHT = trials_of("trainers.py")
+MISTAKES_2, RIGHT_2 = trials_of("second.py")
+MISTAKES_3, RIGHT_3 = trials_of("third.py")
 SOME = {*MISTAKES[::6], *RIGHT[::8]}
-TEXT_2 = (FOLDER / "second.py").read_text()
-MISTAKES_2 = list(dict.fromkeys(re.findall(r"(?m)^ +#! (\w+)", TEXT_2)))
-RIGHT_2 = list(dict.fromkeys(re.findall(r"(?m)^(?: +#= |def )(\w+)(?:\(w\):| \|| \d)", TEXT_2)))
 SOME_2 = {*MISTAKES_2[::15], *RIGHT_2[::12]}
+SOME_3 = {*MISTAKES_3[::25], *RIGHT_3[::15]}
 
 
 def by_default(names):
-    return [name if name in SOME | SOME_2 else full(name) for name in names]
+    return [name if name in SOME | SOME_2 | SOME_3 else full(name) for name in names]
 
 
 def made(warm, folder, some, *options):
@@ -38,6 +43,11 @@ def found(warm, tmp_path_factory):
 @pytest.fixture(scope="module")
 def found_2(warm, tmp_path_factory):
     return made(warm, tmp_path_factory.mktemp("trials"), SOME_2, "--file", "second.py")
+
+
+@pytest.fixture(scope="module")
+def found_3(warm, tmp_path_factory):
+    return made(warm, tmp_path_factory.mktemp("trials"), SOME_3, "--file", "third.py")
 
 
 @pytest.mark.parametrize("name", by_default(MISTAKES))
@@ -96,3 +106,21 @@ def test_a_right_trainer_of_the_second_set_passes(found_2, name):
 def test_each_trial_of_the_second_set_was_made(found_2):
     assert len(MISTAKES_2) >= 45 and len(RIGHT_2) >= 25
     assert set(SECOND) == set(MISTAKES_2) and set(found_2) == {*MISTAKES_2, *RIGHT_2}
+
+
+@pytest.mark.parametrize("name", by_default(MISTAKES_3))
+def test_a_mistake_of_the_third_set_is_named(found_3, name):
+    assert found_3[name]["outcome"] == ("undecided" if name in UNDECIDED else "named"), found_3[name]
+    assert max(found_3[name]["gradient"], found_3[name]["update"]) > 3e-3
+
+
+@pytest.mark.parametrize("name", by_default(RIGHT_3))
+def test_a_right_trainer_of_the_third_set_passes(found_3, name):
+    assert found_3[name]["outcome"] == "right", found_3[name]
+    assert found_3[name]["gradient"] < 1e-5
+
+
+@pytest.mark.full
+def test_each_trial_of_the_third_set_was_made(found_3):
+    assert len(MISTAKES_3) >= 60 and len(RIGHT_3) >= 30 and {*THIRD, *UNDECIDED} == {*MISTAKES_3}
+    assert set(found_3) == {*MISTAKES_3, *RIGHT_3}

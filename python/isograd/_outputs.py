@@ -31,8 +31,8 @@ Sent = Sequence[tuple[str, str, torch.Tensor, torch.Tensor]]  # module, where in
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """What rounding may do. same: to a row, of its norm. alike: to its gradient, and a hundredth of it to that of the largest one. far: what
-    it never does to a row (TF32 rounds to 5e-4)."""
+    """Bounds of rounding, relative to a row's norm. same: of a row. alike: of its gradient, and a hundredth of it relative to the largest
+    gradient. far: a row that is off by more is another one (TF32 rounds to 5e-4)."""
 
     same: float
     alike: float
@@ -69,7 +69,7 @@ class Output:
 
 
 def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Those in lists, tuples, dictionaries and dataclasses, with where they are; not in caches and other objects."""
+    """Yields the tensors in lists, tuples, dictionaries and dataclasses with their paths. Caches and other objects are not searched."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -140,7 +140,7 @@ class Outputs:
         self._calls += 1
         for path, one in some:
             self._left -= 2 * one.nbytes
-            self.whole = self.whole and self._left >= 0 and type(one) is torch.Tensor
+            self.whole = self.whole and self._left >= 0 and type(one) is torch.Tensor and one.dtype in (torch.float32, torch.float64)
             if not self.whole:
                 return
             value = one.detach()
@@ -182,8 +182,8 @@ def _instead(gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 # The outputs for the declared loss, and what the model makes of a gradient that arrives at them.
 def _forwards(trials: Trials, model: nn.Module) -> Iterator[tuple[int, float, list[Output], torch.Tensor | None]]:
-    """Of each term and sample, one after the other: the term's number, the count, the outputs with their graph, and what is differentiated, None
-    where nothing is, as in one_process."""
+    """Yields for each term and sample: the term's number, the count, the outputs with their graph, and the loss to differentiate, None where
+    one_process differentiates none."""
     dtype = next(model.parameters()).dtype
     for number, term in enumerate(trials.terms):
         outputs = Outputs(1 << 30, live=True)
@@ -245,7 +245,8 @@ def _declared(trials: Trials) -> list[Output]:
 
 
 def _pulled_back(trials: Trials, arriving: Sequence[Mapping[int, torch.Tensor]]) -> list[Gradients]:
-    """What the model makes of each of these gradients at the outputs of _declared, which are numbered: in place of what else arrives."""
+    """Returns the parameters' gradients for each of `arriving`: gradients at the outputs of _declared, by number, which replace those that the
+    loss would send there."""
     model = trials.fresh()
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     totals = [{name: torch.zeros_like(p) for name, p in named.items()} for _ in arriving]
@@ -357,7 +358,7 @@ def _matched(declared: Sequence[tuple[int, Output]], sent: Sequence[Sent], same:
     return found
 
 
-# What is concluded.
+# Conclusions.
 @dataclasses.dataclass
 class Row:
     """A group in words: where its first declared row is, of which sample (-1: the batch), the terms with a gradient there, and both
@@ -557,7 +558,7 @@ class Located:
         other = [row for row in rows if row.other and (follows or row.members == 1)]
         if not other:
             return None
-        labels = self._labels(other)
+        labels = self._cross_entropies(other)
         worst = min(other, key=lambda row: row.cosine)
         what = labels["sentence"] if labels else f"{_few([row.where for row in other])} (at {worst.where} the cosine of the two is {worst.cosine:.3g})"
         some = "" if len(names) == len(self.trials.found) else f" {len(names)} of {len(self.trials.found)}"
@@ -567,8 +568,8 @@ class Located:
                 f"all rows of outputs that the declared loss is made of are there, and another gradient than its own arrives at {len(other)} of {len(rows)}: "
                 f"{what}{rest}"}
 
-    def _labels(self, other: Sequence[Row]) -> Finding | None:
-        """What is different about cross entropies."""
+    def _cross_entropies(self, other: Sequence[Row]) -> Finding | None:
+        """Tells how two cross entropies differ: in labels, temperature or smoothing."""
         pairs = [(row, _label(row.value, row.right, row.alike), _label(row.value, row.found, row.alike)) for row in other]
         told = [(row, right, found) for row, right, found in pairs if right and found]
         if not told or any(row.members == 1 and not (right and found) for row, right, found in pairs):

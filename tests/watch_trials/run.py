@@ -120,7 +120,7 @@ def outcome(trial, result):
         return "refused"
     if result["passed"] or trial.kind == "right":
         return {("mistake", True): "passed", ("right", True): "right"}.get((trial.kind, result["passed"]), "alarm")
-    known, said = (names.TRUE | names.SECOND).get(trial.name), set(result["findings"])
+    known, said = (names.TRUE | names.SECOND | names.THIRD).get(trial.name), set(result["findings"])
     if said <= {"undecided", "unknown", "unresolved"}:
         return "undecided"
     if known is None:
