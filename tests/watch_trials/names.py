@@ -103,7 +103,7 @@ SECOND = {mistake: name for name, mistakes in {
 # How a trial may come out that is not named, or not let pass; the rest are.
 NOT_NAMED = {}
 
-# Of third.py. They were written after the verdicts of its one blind run, each of which was read beside the sentence of its mistake.
+# Of third.py. They were written after the verdicts of its one blind run, each of which was compared with the sentence of its mistake.
 THIRD = {
     "items_of_rank": "mean_of_rank_means", "items_of_other_window": "scaled_by_factor",
     "mean_of_micro_batches": "mean_of_micro_batch_means", "micro_batches_added": "summed_over_micro_batches",
